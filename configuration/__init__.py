@@ -1,0 +1,1 @@
+"""EngramConfig and the export of remote code to Hub folders."""

@@ -1,0 +1,248 @@
+"""Configuration of the Engram language model."""
+
+import os
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..tokenization.ngram_hashing import build_layout
+from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
+
+
+class EngramConfig(PreTrainedConfig):
+    r"""
+    Configuration of [`EngramModel`]: a Llama-style decoder whose residual stream is `hc_mult` parallel copies, with
+    Engram layers that write hashed n-gram memory into it. The names of the stream's and the memory's fields are those
+    of DeepSeek-V4.1's `text_config`; the backbone's are Llama's.
+
+    Args:
+        vocab_size (`int`, defaults to 32000): number of token ids, rows of the token embedding.
+        hidden_size (`int`, defaults to 512): width D of one copy of the residual stream.
+        intermediate_size (`int`, defaults to 1536): width of the gated MLP.
+        num_hidden_layers (`int`, defaults to 8): number of decoder layers.
+        num_attention_heads (`int`, defaults to 8): number of query heads.
+        num_key_value_heads (`int`, *optional*): number of key/value heads; `num_attention_heads` if not given.
+        head_dim (`int`, *optional*): width of one attention head; `hidden_size // num_attention_heads` if not given.
+        hidden_act (`str`, defaults to `"silu"`): activation of the MLP's gate.
+        max_position_embeddings (`int`, defaults to 2048): longest sequence meant to be used, in tokens.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights and table rows.
+        rms_norm_eps (`float`, defaults to 1e-6): added to mean squares in every norm, the Engram gate's included.
+        use_cache (`bool`, defaults to `True`): whether forward returns a cache.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): special token ids.
+        tie_word_embeddings (`bool`, defaults to `False`): whether the head shares the token embedding's weight.
+        rope_parameters (`dict`, *optional*): rotary embedding, any type Transformers knows; theta 10000 if not given.
+        attention_bias (`bool`, defaults to `False`): whether query, key and value projections have a bias.
+        attention_output_bias (`bool`, *optional*): whether the attention's output projection has a bias; as
+            `attention_bias` if not given (Llama; Qwen2 has biases on query, key and value only).
+        use_qk_norm (`bool`, defaults to `False`): whether queries and keys are RMS-normalised per head (Qwen3).
+        attention_dropout (`float`, defaults to 0.0): dropout probability of attention weights.
+        mlp_bias (`bool`, defaults to `False`): whether the MLP's projections have a bias.
+        hc_mult (`int`, defaults to 4): number H of parallel copies of the residual stream; 1 is a plain residual.
+        hc_sinkhorn_iters (`int`, defaults to 20): normalisation rounds that make the copies' mixing matrix doubly
+            stochastic.
+        hc_eps (`float`, defaults to 1e-6): added to sigmoid outputs and to the mixing matrix's sums.
+        engram_layer_ids (`list[int]`, defaults to `[1]`): decoder layers that hold an Engram layer, ascending; `[]` for
+            none.
+        engram_max_ngram_size (`int`, defaults to 3): longest n-gram N, in tokens; sizes 2..N are hashed.
+        engram_vocab_size (`int`, defaults to 20000): least number of rows per n-gram size and head.
+        engram_n_heads (`int`, defaults to 4): hashes K per n-gram size.
+        engram_head_dim (`int`, defaults to 32): width d of one table row.
+        engram_pad_token_id (`int`, *optional*): token id whose compressed id stands where a window has no token;
+            `pad_token_id`, else 0, if not given.
+        engram_compressed_vocab_size (`int`, *optional*): number of compressed ids; `vocab_size` (no compression) if not
+            given. It sets the hash's multipliers, so it is fixed for the life of the tables.
+        engram_num_embeddings (`list[int]`, *optional*): rows of each layer's table. Follows from the fields above; a
+            given value must agree.
+        engram_token_map_size (`int`, *optional*): number of token ids in the tokenizer's map to compressed ids.
+        engram_token_map_sha256 (`str`, *optional*): sha256 of that map as little-endian int32, by which another
+            tokenizer is refused.
+
+    Raises:
+        ValueError: a field is out of its range, or disagrees with another; the message names both and the remedy.
+    """
+
+    model_type = "engram"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool | None = None
+    use_qk_norm: bool = False
+    attention_dropout: float = 0.0
+    mlp_bias: bool = False
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    engram_layer_ids: list[int] | tuple[int, ...] = (1,)
+    engram_max_ngram_size: int = 3
+    engram_vocab_size: int = 20000
+    engram_n_heads: int = 4
+    engram_head_dim: int = 32
+    engram_pad_token_id: int | None = None
+    engram_compressed_vocab_size: int | None = None
+    engram_num_embeddings: list[int] | None = None
+    engram_token_map_size: int | None = None
+    engram_token_map_sha256: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self._check_int("num_attention_heads", minimum=1)
+            self._check_int("hidden_size", minimum=1)
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` "
+                    f"({self.num_attention_heads}): choose sizes that divide, or pass `head_dim`."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.attention_output_bias is None:
+            self.attention_output_bias = self.attention_bias
+        if not isinstance(self.engram_layer_ids, (list, tuple)):
+            raise ValueError(
+                f"`engram_layer_ids` must be a list of layer indices, got {self.engram_layer_ids!r}: use [] for none."
+            )
+        self.engram_layer_ids = list(self.engram_layer_ids)
+        if self.engram_pad_token_id is None:
+            self.engram_pad_token_id = self.pad_token_id if self.pad_token_id is not None else 0
+        if self.engram_compressed_vocab_size is None:
+            self.engram_compressed_vocab_size = self.vocab_size
+        layer_types = kwargs.pop("layer_types", None)
+        kwargs.pop("number_of_conv_states", None)
+        super().__post_init__(**kwargs)
+        self._check_engram_fields()
+        if self.engram_num_embeddings is None:
+            self.engram_num_embeddings = list(self.layout().num_embeddings)
+        self.engram_num_embeddings = list(self.engram_num_embeddings)
+        self.validate()
+        if layer_types is not None and list(layer_types) != self.layer_types:
+            raise ValueError(
+                f"`layer_types` follows from `engram_layer_ids` and is {self.layer_types}, got {list(layer_types)}: "
+                "leave it out. Other kinds of layer (sliding windows, ...) are not supported."
+            )
+        if getattr(self, "auto_map", None) is None:
+            self.auto_map = dict(MODEL_AUTO_MAP)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Kinds of cache layer. The first Engram layer is `"hybrid"`: beside keys and values, its cache layer keeps the
+        n-gram history that all Engram layers share."""
+        history_layer = self.engram_layer_ids[0] if self.engram_layer_ids else None
+        return ["hybrid" if i == history_layer else "full_attention" for i in range(self.num_hidden_layers)]
+
+    @property
+    def number_of_conv_states(self) -> int:
+        """States of a `"hybrid"` cache layer beside keys and values: the n-gram history."""
+        return 1
+
+    def layout(self):
+        """The [`NgramLayout`] of the Engram layers' tables (cached)."""
+        return build_layout(
+            len(self.engram_layer_ids), self.engram_vocab_size, self.engram_max_ngram_size, self.engram_n_heads
+        )
+
+    def validate(self) -> None:
+        """Checks every field; called on construction, when a model is built, and when the config is saved.
+
+        Raises:
+            ValueError: names the field, its value and the remedy.
+        """
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters"):  # fmt: skip
+            self._check_int(name, minimum=1)
+        for name in ("rms_norm_eps", "hc_eps", "initializer_range"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"`{name}` must be a number in [0, 1), got {value!r}.")
+        if not 0.0 <= self.attention_dropout < 1.0:
+            raise ValueError(f"`attention_dropout` must be in [0, 1), got {self.attention_dropout!r}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) is not a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads}): every key/value head serves the same number of query heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
+        if self.hc_mult > 1 and self.hc_eps >= 1 / self.hc_mult:
+            raise ValueError(f"`hc_eps` ({self.hc_eps}) must be below 1 / `hc_mult` ({self.hc_mult}).")
+        self._check_engram_fields()
+        expected = list(self.layout().num_embeddings)
+        if list(self.engram_num_embeddings) != expected:
+            raise ValueError(
+                f"`engram_num_embeddings` is {list(self.engram_num_embeddings)}, but `engram_layer_ids`, "
+                f"`engram_vocab_size`, `engram_max_ngram_size` and `engram_n_heads` lay out {expected}: leave "
+                "`engram_num_embeddings` out, or restore the fields that the tables were made with."
+            )
+        super().validate()
+
+    def _check_int(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"`{name}` must be an integer >= {minimum}, got {value!r}.")
+
+    def _check_engram_fields(self) -> None:
+        ids = self.engram_layer_ids
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.num_hidden_layers for i in ids):
+            raise ValueError(
+                f"`engram_layer_ids` must be layer indices in [0, {self.num_hidden_layers}), got {ids}: change them or "
+                "`num_hidden_layers`."
+            )
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(
+                f"`engram_layer_ids` must be ascending without repetition, got {ids}: use {sorted(set(ids))}."
+            )
+        self._check_int("engram_max_ngram_size", minimum=2)
+        for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
+            self._check_int(name, minimum=1)
+        if self.engram_compressed_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"`engram_compressed_vocab_size` ({self.engram_compressed_vocab_size}) exceeds `vocab_size` "
+                f"({self.vocab_size}): compression never adds ids. Raise `vocab_size` to at least that."
+            )
+        self._check_int("engram_pad_token_id", minimum=0)
+        if self.engram_pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"`engram_pad_token_id` ({self.engram_pad_token_id}) is not below `vocab_size` ({self.vocab_size})."
+            )
+        if self.engram_token_map_size is not None:
+            self._check_int("engram_token_map_size", minimum=1)
+            if self.engram_token_map_size > self.vocab_size:
+                raise ValueError(
+                    f"`engram_token_map_size` ({self.engram_token_map_size}, the tokenizer's length) exceeds "
+                    f"`vocab_size` ({self.vocab_size}): set `vocab_size` to at least len(tokenizer)."
+                )
+        if (self.engram_token_map_size is None) != (self.engram_token_map_sha256 is None):
+            raise ValueError(
+                f"`engram_token_map_size` ({self.engram_token_map_size}) and `engram_token_map_sha256` "
+                f"({self.engram_token_map_sha256}) belong together: pass `**tokenizer.engram_fields()`."
+            )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Saves config.json, and beside it, flat, the code that loads the folder without this package installed."""
+        if os.path.isfile(save_directory):
+            raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
+        self.validate()
+        # A config loaded from a Hub folder has `_auto_class` set, and Transformers copies its code by itself.
+        if self._auto_class is None and is_installed_package():
+            self.auto_map = dict(MODEL_AUTO_MAP)
+            export_code(save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+
+__all__ = ["EngramConfig"]

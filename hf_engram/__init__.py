@@ -1,0 +1,47 @@
+"""Engram for 🤗 Transformers: hashed n-gram memory and a multi-copy residual stream, as in DeepSeek-V4.1.
+
+Importing this package registers the architecture, so that Auto classes load it without `trust_remote_code`.
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from .configuration.configuration_engram import EngramConfig
+from .modeling_engram.modeling_engram import (
+    EngramForCausalLM,
+    EngramForQuestionAnswering,
+    EngramForSequenceClassification,
+    EngramForTokenClassification,
+    EngramModel,
+    EngramPreTrainedModel,
+)
+from .tokenization.tokenization_engram import EngramTokenizer
+
+
+__version__ = "0.1.0"
+
+AutoConfig.register("engram", EngramConfig, exist_ok=True)
+AutoModel.register(EngramConfig, EngramModel, exist_ok=True)
+AutoModelForCausalLM.register(EngramConfig, EngramForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(EngramConfig, EngramForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(EngramConfig, EngramForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(EngramConfig, EngramForQuestionAnswering, exist_ok=True)
+AutoTokenizer.register(EngramConfig, fast_tokenizer_class=EngramTokenizer, exist_ok=True)
+
+__all__ = [
+    "EngramConfig",
+    "EngramForCausalLM",
+    "EngramForQuestionAnswering",
+    "EngramForSequenceClassification",
+    "EngramForTokenClassification",
+    "EngramModel",
+    "EngramPreTrainedModel",
+    "EngramTokenizer",
+]

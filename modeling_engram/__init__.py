@@ -1,0 +1,1 @@
+"""The Engram model: layers, memory, residual stream and generation state."""

@@ -1,0 +1,59 @@
+"""The model card that a saved folder starts with."""
+
+import os
+from pathlib import Path
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- engram
+---
+
+# {name}
+
+A causal language model with Engram conditional memory (hashed n-gram tables, as in DeepSeek-V4.1) for 🤗 Transformers.
+The folder holds its own code:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```
+
+| | |
+|---|---|
+| layers, width, copies of the residual stream | {layers}, {width}, {copies} |
+| Engram layers | {engram_layers} |
+| n-gram sizes, heads per size, width of a row | 2 to {max_ngram}, {heads}, {head_dim} |
+| table rows | {rows} |
+| parameters outside tables, in tables | {dense:,}, {table:,} |
+"""
+
+
+def write_model_card(model, save_directory: str | os.PathLike) -> None:
+    """Writes README.md into a saved model's folder, unless it has one."""
+    path = Path(save_directory) / "README.md"
+    if path.exists():
+        return
+    config = model.config
+    memory = model.base_model.engram_memory
+    table = sum(weight.numel() for weight in memory.parameters()) if memory is not None else 0
+    card = CARD.format(
+        name=Path(save_directory).resolve().name,
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        copies=config.hc_mult,
+        engram_layers=", ".join(map(str, config.engram_layer_ids)) or "none",
+        max_ngram=config.engram_max_ngram_size,
+        heads=config.engram_n_heads,
+        head_dim=config.engram_head_dim,
+        rows=", ".join(f"{rows:,}" for rows in config.engram_num_embeddings) or "none",
+        dense=sum(weight.numel() for weight in model.parameters()) - table,
+        table=table,
+    )
+    path.write_text(card, encoding="utf-8")

@@ -1,0 +1,625 @@
+"""The Engram language model: a Llama-style decoder with a multi-copy residual stream and n-gram memory."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..configuration.configuration_engram import EngramConfig
+from ..tokenization.token_map import token_map_sha256
+from .engram_layer import EngramLayer
+from .engram_memory import EngramMemory
+from .hyper_connection import HyperConnection, collapse
+from .model_card import write_model_card
+from .ngram_hasher import NgramHasher
+from .ngram_history import has_history
+
+
+logger = logging.get_logger(__name__)
+
+# Transformers renamed `past_key_values` to `cache` between 5.17 and 5.24; both ends are served.
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache, under whichever of its two names it was passed."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("`cache` and `past_key_values` are two names of one argument: pass one of them.")
+    return cache if cache is not None else past_key_values
+
+
+class EngramAttention(nn.Module):
+    """Grouped-query attention with rotary embeddings, and optional biases (Qwen2) and query/key norms (Qwen3)."""
+
+    def __init__(self, config: EngramConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+
+        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden_states` [B, L, D] to the attention's output [B, L, D] and its weights (eager only)."""
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        query_states = self.q_proj(hidden_states).view(hidden_shape)
+        key_states = self.k_proj(hidden_states).view(hidden_shape)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        return self.o_proj(attn_output), attn_weights
+
+
+class EngramDecoderLayer(GradientCheckpointingLayer):
+    """Engram (where the layer has one), attention, MLP; each writes into the stream of `hc_mult` copies."""
+
+    def __init__(self, config: EngramConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.engram = EngramLayer(config) if layer_idx in config.engram_layer_ids else None
+        self.self_attn = EngramAttention(config=config, layer_idx=layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attn_hc = HyperConnection(config)
+        self.mlp_hc = HyperConnection(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        stream: torch.Tensor,
+        pre: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        token_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states: `[B, L, D]`, the stream collapsed with `pre`.
+            stream: `[B, L, H, D]`.
+            pre: `[B, L, H]`, by which the sublayer before collapses the stream; None for copy 0.
+            embeddings: `[B, L, C * engram_head_dim]`, the rows of this layer's table; None without Engram.
+            token_mask: bool `[B, L]`, False where Engram must not write; None for everywhere.
+
+        Returns:
+            `hidden_states`, `stream` and `pre` for the next layer.
+        """
+        if self.engram is not None:
+            stream = self.engram(stream, embeddings, token_mask)
+            hidden_states = collapse(stream, pre)
+
+        mixes = self.attn_hc(stream)
+        hidden_states, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            cache=cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        stream, pre = self.attn_hc.expand(hidden_states, stream, mixes)
+
+        mixes = self.mlp_hc(stream)
+        hidden_states = self.mlp(self.post_attention_layernorm(collapse(stream, pre)))
+        stream, pre = self.mlp_hc.expand(hidden_states, stream, mixes)
+        return collapse(stream, pre), stream, pre
+
+
+class EngramPreTrainedModel(PreTrainedModel):
+    """What all Engram models share: initialisation, loading, and the way from token ids to hash ids."""
+
+    config: EngramConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    model_tags = ["engram"]
+    _no_split_modules = ["EngramDecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _keep_in_fp32_modules_strict = ["attn_hc", "mlp_hc"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": EngramDecoderLayer, "attentions": EngramAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, EngramLayer):
+            init.ones_(module.q_weight)
+            init.ones_(module.k_weight)
+            # Runs after `wkv`'s own initialisation; weights that were loaded carry the flag.
+            if not getattr(module.wkv.weight, "_is_hf_initialized", False):
+                module.wkv.weight[module.hc_mult * module.hidden_size :].zero_()
+        elif isinstance(module, HyperConnection) and module.hc_mult > 1:
+            init.normal_(module.fn, mean=0.0, std=self.config.initializer_range)
+            init.copy_(module.base, module.initial_base())
+            init.zeros_(module.scale)
+        elif isinstance(module, NgramHasher):
+            for name, value in module.constants(device="cpu").items():
+                init.copy_(getattr(module, name), value)
+
+    @property
+    def _hasher(self) -> NgramHasher:
+        hasher = self.base_model.engram_hasher
+        if hasher is None:
+            raise ValueError("The model has no Engram layers (`engram_layer_ids` is []), hence no hash ids.")
+        return hasher
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any):
+        """As [`PreTrainedModel.from_pretrained`]; the hash's constants and token map are compared with the config.
+
+        Raises:
+            ValueError: weights and config.json are not of the same model.
+        """
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        hasher = model.base_model.engram_hasher
+        # A model may be saved before a tokenizer is bound to it.
+        if hasher is not None and hasher.is_bound:
+            hasher.check()
+        return loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As [`PreTrainedModel.save_pretrained`]; the folder also gets the code that loads it, and a model card."""
+        if os.path.isfile(save_directory):
+            raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_model_card(self, save_directory)
+
+    def bind_tokenizer(self, tokenizer: Any) -> "EngramPreTrainedModel":
+        """Installs the tokenizer's map from token ids to compressed ids.
+
+        Args:
+            tokenizer ([`EngramTokenizer`]): the one that the config was made from, or one that extends it by added
+                tokens (after `resize_token_embeddings`).
+
+        Returns:
+            the model.
+
+        Raises:
+            ValueError: the tokenizer's layout, size or map is not the model's.
+        """
+        if not hasattr(tokenizer, "engram_fields"):
+            raise ValueError(
+                f"`tokenizer` is a {type(tokenizer).__name__}, which has no token map: wrap it with "
+                "`EngramTokenizer.from_tokenizer(tokenizer, ...)`."
+            )
+        hasher, config = self._hasher, self.config
+        fields = tokenizer.engram_fields()
+        for name in (
+            "engram_layer_ids",
+            "engram_vocab_size",
+            "engram_max_ngram_size",
+            "engram_n_heads",
+            "engram_pad_token_id",
+            "engram_compressed_vocab_size",
+        ):
+            if fields[name] != getattr(config, name):
+                raise ValueError(
+                    f"The tokenizer's `{name}` is {fields[name]}, the model's is {getattr(config, name)}: use the tokenizer "
+                    "that the model was made for, or build the config with `**tokenizer.engram_fields()`."
+                )
+        token_map = tokenizer.token_map
+        if config.engram_token_map_sha256 is not None:
+            known = token_map[: config.engram_token_map_size]
+            if len(known) < config.engram_token_map_size or token_map_sha256(known) != config.engram_token_map_sha256:
+                raise ValueError(
+                    f"The tokenizer's token map ({len(token_map)} ids, sha256 {fields['engram_token_map_sha256']}) is not "
+                    f"the model's ({config.engram_token_map_size} ids, sha256 {config.engram_token_map_sha256}): it is "
+                    "another tokenizer, and every hash would be wrong."
+                )
+        hasher.bind_token_map(token_map)
+        config.engram_token_map_size = fields["engram_token_map_size"]
+        config.engram_token_map_sha256 = fields["engram_token_map_sha256"]
+        return self
+
+    def compute_hash_ids(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        token_mask: torch.Tensor | None = None,
+    ) -> torch.LongTensor:
+        """The table rows of every token's n-grams, as the model computes them itself.
+
+        Args:
+            input_ids: integer `[B, L]`.
+            attention_mask: `[B, L]` or None; zero where a token is padding.
+            position_ids: `[B, L]` or None; where they restart, a packed document begins.
+            token_mask: bool `[B, L]` or None; False where a token is not text.
+
+        Returns:
+            int64 `[B, L, n_engram_layers, C]`.
+        """
+        if input_ids.ndim != 2:
+            raise ValueError(f"`input_ids` must be [batch, length], got shape {tuple(input_ids.shape)}.")
+        hasher = self._hasher
+        live = live_tokens(input_ids.shape, attention_mask, token_mask)
+        return hasher(input_ids, dead=None if live is None else ~live, position_ids=position_ids)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """As [`PreTrainedModel.resize_token_embeddings`]; the token map follows, and is checked first.
+
+        Raises:
+            ValueError: the compressed ids that the tables were made with leave none for the new tokens.
+        """
+        hasher = self.base_model.engram_hasher
+        if hasher is None or (new_num_tokens is None and pad_to_multiple_of is None):
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
+        if vocab_size <= self.config.engram_pad_token_id:
+            raise ValueError(
+                f"`new_num_tokens` ({vocab_size}) would drop `engram_pad_token_id` ({self.config.engram_pad_token_id})."
+            )
+        if vocab_size < self.config.engram_compressed_vocab_size:
+            raise ValueError(
+                f"`new_num_tokens` ({vocab_size}) is below `engram_compressed_vocab_size` "
+                f"({self.config.engram_compressed_vocab_size}), which fixes the hash that the tables are addressed by."
+            )
+        token_map = hasher.resize_token_map(vocab_size)
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        hasher.token_map = token_map
+        if self.config.engram_token_map_size is not None and vocab_size < self.config.engram_token_map_size:
+            self.config.engram_token_map_size = vocab_size
+            self.config.engram_token_map_sha256 = token_map_sha256(token_map.cpu().numpy())
+        return embeddings
+
+
+def live_tokens(
+    shape: tuple[int, int], attention_mask: torch.Tensor | None, token_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """bool `[B, L]`, False at the positions that n-grams may not look at or past; None if there are none.
+
+    Args:
+        shape: (B, L) of the tokens of this forward.
+        attention_mask: `[B, >= L]` with zeros at padding (its last L columns count), or None.
+        token_mask: bool `[B, L]` with False at tokens that are not text, or None.
+    """
+    live = None
+    if attention_mask is not None:
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != shape[0] or attention_mask.shape[1] < shape[1]:
+            raise ValueError(
+                f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)}: pass [batch, length] "
+                "over the cached and the new tokens."
+            )
+        live = attention_mask[:, -shape[1] :] != 0
+    if token_mask is not None:
+        if tuple(token_mask.shape) != tuple(shape) or token_mask.dtype != torch.bool:
+            raise ValueError(
+                f"`token_mask` must be bool {tuple(shape)}, got {token_mask.dtype} {tuple(token_mask.shape)}."
+            )
+        live = token_mask if live is None else live & token_mask
+    # On CPU it is cheaper to find out that nothing is masked; elsewhere it would wait for the device.
+    if live is not None and live.device.type == "cpu" and not torch.compiler.is_compiling() and bool(live.all()):
+        return None
+    return live
+
+
+class EngramModel(EngramPreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: EngramConfig) -> None:
+        super().__init__(config)
+        config.validate()
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.engram_hasher = NgramHasher(config) if config.engram_layer_ids else None
+        self.engram_memory = EngramMemory(config) if config.engram_layer_ids else None
+        self.layers = nn.ModuleList([EngramDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        hash_ids: torch.LongTensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As a Llama model, and:
+
+        Args:
+            hash_ids: int64 `[B, L, n_engram_layers, C]` from the tokenizer; computed from `input_ids` if not given.
+            token_mask: bool `[B, L]`, False at tokens that are not text (an image span): Engram neither reads nor writes
+                there. Padding is known from `attention_mask`.
+            cache, past_key_values: one argument under its newer and its older name.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
+        cache = one_cache(cache, past_key_values)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+
+        causal_mask, padding_mask = attention_mask, None
+        if isinstance(attention_mask, dict):
+            # Prepared by `generate` for a static cache.
+            causal_mask, padding_mask = attention_mask["full_attention"], attention_mask.get("linear_attention")
+        elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            padding_mask = attention_mask
+        live = live_tokens(inputs_embeds.shape[:2], padding_mask, token_mask)
+        embeddings = self._fetch(input_ids, inputs_embeds, hash_ids, live, position_ids, cache)
+
+        if position_ids is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+        if not isinstance(attention_mask, dict):
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **{CACHE_NAME: cache},
+            )
+
+        hidden_states = inputs_embeds
+        stream = hidden_states.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
+        pre = None
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for index, decoder_layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            hidden_states, stream, pre = decoder_layer(
+                hidden_states,
+                stream,
+                pre,
+                embeddings.get(index),
+                live,
+                attention_mask=causal_mask,
+                position_ids=position_ids,
+                position_embeddings=position_embeddings,
+                use_cache=use_cache,
+                cache=cache,
+                **kwargs,
+            )
+
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
+
+    def _fetch(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.Tensor,
+        hash_ids: torch.LongTensor | None,
+        live: torch.Tensor | None,
+        position_ids: torch.LongTensor | None,
+        cache: Cache | None,
+    ) -> dict[int, torch.Tensor]:
+        """Rows `[B, L, C * engram_head_dim]` of every Engram layer by its index, and the cache's history moved on."""
+        if self.engram_hasher is None:
+            return {}
+        if input_ids is None:
+            if hash_ids is None:
+                raise ValueError(
+                    "`inputs_embeds` alone say nothing about the token ids that Engram layers look up: pass `hash_ids` "
+                    "beside them (from the tokenizer, or `model.compute_hash_ids(input_ids)`), or pass `input_ids`."
+                )
+            if cache is not None and has_history(cache, self.config.engram_layer_ids[0]):
+                raise ValueError(
+                    "`inputs_embeds` cannot continue a cache: its n-gram history would miss these tokens. Pass `input_ids`."
+                )
+        if input_ids is not None and (hash_ids is None or cache is not None):
+            computed = self.engram_hasher(input_ids, None if live is None else ~live, position_ids, cache)
+        if hash_ids is None:
+            hash_ids = computed
+        else:
+            self.engram_hasher.check_hash_ids(hash_ids, *inputs_embeds.shape[:2])
+        return dict(zip(self.config.engram_layer_ids, self.engram_memory(hash_ids), strict=True))
+
+
+class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
+    """The decoder with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: EngramConfig) -> None:
+        super().__init__(config)
+        self.model = EngramModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        hash_ids: torch.LongTensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As [`EngramModel.forward`], and:
+
+        Args:
+            labels: `[B, L]`, token ids to predict (shifted inside), -100 where there is nothing to predict.
+            logits_to_keep: number of last positions to compute logits for (0 for all), or their indices.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            hash_ids=hash_ids,
+            token_mask=token_mask,
+            cache=one_cache(cache, past_key_values),
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept, :])
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        hash_ids: torch.LongTensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As [`GenerationMixin.prepare_inputs_for_generation`]. The prompt's `hash_ids` are dropped, since `generate`
+        would pass them on at every step: the model hashes, with the history in the cache. `token_mask` covers the prompt;
+        generated tokens are text."""
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        if inputs.get("inputs_embeds") is not None and self.model.engram_hasher is not None:
+            raise ValueError(
+                "`generate` cannot start from `inputs_embeds`: the n-gram history needs token ids. Pass `input_ids`."
+            )
+        if token_mask is not None:
+            missing = input_ids.shape[1] - token_mask.shape[1]
+            token_mask = nn.functional.pad(token_mask, (0, max(missing, 0)), value=True)
+            inputs["token_mask"] = token_mask[:, -inputs["input_ids"].shape[1] :]
+        return inputs
+
+
+class EngramForSequenceClassification(GenericForSequenceClassification, EngramPreTrainedModel):
+    """The decoder with a sequence classification head (on the last token that is not padding)."""
+
+    def __init__(self, config: EngramConfig) -> None:
+        # Not the mixin's: it builds the decoder with AutoModel, which does not know classes loaded from a Hub folder.
+        EngramPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = EngramModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+class EngramForTokenClassification(GenericForTokenClassification, EngramPreTrainedModel):
+    """The decoder with a token classification head."""
+
+    def __init__(self, config: EngramConfig) -> None:
+        EngramPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = EngramModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+
+class EngramForQuestionAnswering(GenericForQuestionAnswering, EngramPreTrainedModel):
+    """The decoder with a span head for extractive question answering."""
+
+    def __init__(self, config: EngramConfig) -> None:
+        EngramPreTrainedModel.__init__(self, config)
+        self.model = EngramModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "EngramForCausalLM",
+    "EngramForQuestionAnswering",
+    "EngramForSequenceClassification",
+    "EngramForTokenClassification",
+    "EngramModel",
+    "EngramPreTrainedModel",
+]

@@ -1,0 +1,1 @@
+"""One file an operation: its eager reference, its kernels and their dispatch."""

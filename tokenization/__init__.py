@@ -1,0 +1,1 @@
+"""EngramTokenizer and n-gram hashing."""

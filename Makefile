@@ -1,0 +1,98 @@
+# Every target sets up what it needs in a virtual environment of its own, and only when that is missing or out of date.
+# Needs Python 3.10 or newer and git; `make help` lists the targets.
+
+PYTHON ?= python3
+# The pip requirement for PyTorch, installed before everything else: make test TORCH=torch==2.13.0
+TORCH ?= torch
+# The oldest supported Transformers, for test-compat.
+TRANSFORMERS_OLDEST ?= transformers==5.17.0
+# More arguments for pytest: make test PYTEST_ARGS="tests/tokenization -k padding"
+PYTEST_ARGS ?=
+# More arguments for scripts/quickstart.py: make demo DEMO_ARGS="--output runs/mine"
+DEMO_ARGS ?=
+# Test processes, one thread each.
+WORKERS ?= logical
+MAX_WORKERS ?= 4
+
+VENV := .venv
+COMPAT := .venv-compat
+
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PARALLEL = -n $(WORKERS) --maxprocesses $(MAX_WORKERS) --dist worksteal
+COMPAT_TESTS = tests/configuration tests/modeling_engram tests/tokenization
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all test-gpu test-compat lint format clean FORCE
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  variables: PYTHON=python3.12  TORCH=torch==2.13.0  PYTEST_ARGS='-k name'  DEMO_ARGS='--output dir'  WORKERS=2"
+
+demo: $(VENV)/.demo ## run the quick start (scripts/quickstart.py)
+	$(VENV)/bin/python scripts/quickstart.py $(DEMO_ARGS)
+
+test: $(VENV)/.dev ## run the tests, without those marked slow or gpu
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev ## run the tests, the slow ones too
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.dev ## run the tests that need a GPU
+	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
+
+test-compat: $(COMPAT)/.test ## run the model, generation and Hub tests on the oldest supported Transformers
+	$(ONE_THREAD) $(COMPAT)/bin/python -m pytest $(PARALLEL) $(COMPAT_TESTS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## check style and formatting
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+
+format: $(VENV)/.dev ## mend what ruff can mend
+	$(VENV)/bin/python -m ruff check --fix .
+	$(VENV)/bin/python -m ruff format .
+
+clean: ## remove the virtual environments, caches and build outputs
+	rm -rf $(VENV) $(COMPAT) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up ----------------------------------------------------------------------------------------------------------
+# A stamp is written once its installation has succeeded; it is out of date when pyproject.toml or a requirement given
+# on the command line has changed. PYTHON matters only until its virtual environment exists.
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.requirements | $(VENV)/bin/pip
+	$(call install,$(VENV),--editable '.[demo]')
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.requirements | $(VENV)/bin/pip
+	$(call install,$(VENV),--editable '.[dev]')
+
+$(COMPAT)/.test: pyproject.toml $(COMPAT)/.requirements | $(COMPAT)/bin/pip
+	$(call install,$(COMPAT),--editable '.[test]' '$(TRANSFORMERS_OLDEST)')
+
+# PyTorch first, alone: what depends on it then takes the one that is there. Old pips know no editable wheels.
+define install
+	@echo "installing into $(1), with $(TORCH); the first time takes a few minutes"
+	$(1)/bin/python $(PIP_INSTALL) 'pip>=22.3'
+	$(1)/bin/python $(PIP_INSTALL) '$(TORCH)'
+	$(1)/bin/python $(PIP_INSTALL) $(2)
+	@touch $@
+endef
+
+# The requirements as given; rewritten, and so newer than the stamps, only when they differ from the last run's.
+$(VENV)/.requirements: FORCE | $(VENV)/bin/pip
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(COMPAT)/.requirements: FORCE | $(COMPAT)/bin/pip
+	@echo '$(TORCH) $(TRANSFORMERS_OLDEST)' | cmp -s - $@ || echo '$(TORCH) $(TRANSFORMERS_OLDEST)' > $@
+
+$(VENV)/bin/pip $(COMPAT)/bin/pip:
+	@command -v '$(PYTHON)' > /dev/null || \
+		{ echo "error: no '$(PYTHON)' found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: Python 3.10 or newer is needed, '$(PYTHON)' is $$('$(PYTHON)' -V 2>&1);" \
+			"name another: make PYTHON=python3.12" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2> /dev/null || \
+		{ echo "error: '$(PYTHON)' lacks the venv module (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	'$(PYTHON)' -m venv $(@D:/bin=)

@@ -9,6 +9,20 @@ from ..tokenization.ngram_hashing import build_layout
 from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
 
 
+SIZE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+)
+
+
 class EngramConfig(PreTrainedConfig):
     r"""
     Configuration of [`EngramModel`]: a Llama-style decoder whose residual stream is `hc_mult` parallel copies, with
@@ -41,16 +55,16 @@ class EngramConfig(PreTrainedConfig):
         hc_sinkhorn_iters (`int`, defaults to 20): normalisation rounds that make the copies' mixing matrix doubly
             stochastic.
         hc_eps (`float`, defaults to 1e-6): added to sigmoid outputs and to the mixing matrix's sums.
-        engram_layer_ids (`list[int]`, defaults to `[1]`): decoder layers that hold an Engram layer, ascending; `[]` for
-            none.
+        engram_layer_ids (`list[int]`, defaults to `[1]`): decoder layers that hold an Engram layer, ascending; `[]`
+            for none.
         engram_max_ngram_size (`int`, defaults to 3): longest n-gram N, in tokens; sizes 2..N are hashed.
         engram_vocab_size (`int`, defaults to 20000): least number of rows per n-gram size and head.
         engram_n_heads (`int`, defaults to 4): hashes K per n-gram size.
         engram_head_dim (`int`, defaults to 32): width d of one table row.
         engram_pad_token_id (`int`, *optional*): token id whose compressed id stands where a window has no token;
             `pad_token_id`, else 0, if not given.
-        engram_compressed_vocab_size (`int`, *optional*): number of compressed ids; `vocab_size` (no compression) if not
-            given. It sets the hash's multipliers, so it is fixed for the life of the tables.
+        engram_compressed_vocab_size (`int`, *optional*): number of compressed ids; `vocab_size` (no compression) if
+            not given. It sets the hash's multipliers, so it is fixed for the life of the tables.
         engram_num_embeddings (`list[int]`, *optional*): rows of each layer's table. Follows from the fields above; a
             given value must agree.
         engram_token_map_size (`int`, *optional*): number of token ids in the tokenizer's map to compressed ids.
@@ -141,8 +155,8 @@ class EngramConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Kinds of cache layer. The first Engram layer is `"hybrid"`: beside keys and values, its cache layer keeps the
-        n-gram history that all Engram layers share."""
+        """Kinds of cache layer. The first Engram layer is `"hybrid"`: beside keys and values, its cache layer keeps
+        the n-gram history that all Engram layers share."""
         history_layer = self.engram_layer_ids[0] if self.engram_layer_ids else None
         return ["hybrid" if i == history_layer else "full_attention" for i in range(self.num_hidden_layers)]
 
@@ -163,8 +177,7 @@ class EngramConfig(PreTrainedConfig):
         Raises:
             ValueError: names the field, its value and the remedy.
         """
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters"):  # fmt: skip
+        for name in SIZE_FIELDS:
             self._check_int(name, minimum=1)
         for name in ("rms_norm_eps", "hc_eps", "initializer_range"):
             value = getattr(self, name)
@@ -200,8 +213,8 @@ class EngramConfig(PreTrainedConfig):
         ids = self.engram_layer_ids
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.num_hidden_layers for i in ids):
             raise ValueError(
-                f"`engram_layer_ids` must be layer indices in [0, {self.num_hidden_layers}), got {ids}: change them or "
-                "`num_hidden_layers`."
+                f"`engram_layer_ids` must be layer indices in [0, {self.num_hidden_layers}), got {ids}: change them "
+                "or `num_hidden_layers`."
             )
         if list(ids) != sorted(set(ids)):
             raise ValueError(

@@ -39,7 +39,9 @@ def export_code(save_directory: str | os.PathLike) -> list[Path]:
         RuntimeError: called from a flat copy, or two modules share a file name.
     """
     if not is_installed_package():
-        raise RuntimeError("Code can be exported only from the installed package; a checkpoint's copy is copied as is.")
+        raise RuntimeError(
+            "Code can be exported only from the installed package; a checkpoint's copy is copied as is."
+        )
     root = Path(__file__).resolve().parent.parent
     sources: dict[str, Path] = {}
     for folder in FOLDERS:

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 class EngramMemory(nn.Module):
     """The tables of all Engram layers.
 
-    They hang on the model, not on its decoder layers, so that whatever places, streams or offloads decoder layers leaves
-    the tables where they are. Rows are addressed by token ids alone, hence fetched for all layers before the first one.
+    They hang on the model, not on its decoder layers, so that whatever places, streams or offloads decoder layers
+    leaves the tables where they are. Rows are addressed by token ids alone, hence fetched for all layers before the
+    first one.
 
     Args:
         config ([`EngramConfig`]): sizes of the tables.
@@ -17,13 +18,16 @@ class EngramMemory(nn.Module):
     Attributes:
         tables (`nn.ModuleList`): one `nn.Embedding` `[rows, engram_head_dim]` per Engram layer, in the order of
             `engram_layer_ids`.
-        sparse_grad (`bool`): whether tables get sparse gradients (only the rows of the batch), as `torch.optim.SparseAdam`
-            takes them. False by default, since AdamW and the Trainer take dense gradients only.
+        sparse_grad (`bool`): whether tables get sparse gradients (only the rows of the batch), as
+            `torch.optim.SparseAdam` takes them. False by default, since AdamW and the Trainer take dense gradients
+            only.
     """
 
     def __init__(self, config) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(rows, config.engram_head_dim) for rows in config.engram_num_embeddings)
+        self.tables = nn.ModuleList(
+            nn.Embedding(rows, config.engram_head_dim) for rows in config.engram_num_embeddings
+        )
         self.sparse_grad = False
 
     def forward(self, hash_ids: torch.Tensor) -> list[torch.Tensor]:

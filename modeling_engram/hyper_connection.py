@@ -16,20 +16,20 @@ SELF_LOGIT = 4.0
 
 
 def collapse(stream: torch.Tensor, pre: torch.Tensor | None) -> torch.Tensor:
-    """The vector that a sublayer reads: the stream `[B, L, H, D]` collapsed with the `pre` of the sublayer before it, or
-    copy 0 where there is none (the first sublayer, and every one of a plain residual)."""
+    """The vector that a sublayer reads: the stream `[B, L, H, D]` collapsed with the `pre` of the sublayer before it,
+    or copy 0 where there is none (the first sublayer, and every one of a plain residual)."""
     return stream[:, :, 0] if pre is None else stream_collapse(stream, pre)
 
 
 class HyperConnection(nn.Module):
     """Parameters by which one sublayer writes into the stream of H copies; with H = 1, a plain residual without any.
 
-    At the start it mixes like an ordinary residual: `scale` is zero, so the mixing weights are those of `base`: `post` is
-    one, `pre` is 1/H, and each copy keeps mostly to itself. The copies start equal; `fn` starts random, so that from the
-    first step of `scale` on they differ.
+    At the start it mixes like an ordinary residual: `scale` is zero, so the mixing weights are those of `base`: `post`
+    is one, `pre` is 1/H, and each copy keeps mostly to itself. The copies start equal; `fn` starts random, so that
+    from the first step of `scale` on they differ.
 
-    The parameters are kept in fp32 at least, whatever dtype the model is cast to: their products go through exponentials
-    and 20 rounds of normalisation.
+    The parameters are kept in fp32 at least, whatever dtype the model is cast to: their products go through
+    exponentials and 20 rounds of normalisation.
 
     Args:
         config ([`EngramConfig`]): sizes and constants.
@@ -58,9 +58,7 @@ class HyperConnection(nn.Module):
         """The mixing weights (`pre`, `post`, `comb`) from the stream `[B, L, H, D]` that enters the sublayer."""
         if self.hc_mult == 1:
             return None
-        return stream_mixes(
-            stream, self.fn, self.scale, self.base, self.norm_eps, self.hc_eps, self.sinkhorn_iters
-        )
+        return stream_mixes(stream, self.fn, self.scale, self.base, self.norm_eps, self.hc_eps, self.sinkhorn_iters)
 
     @staticmethod
     def expand(

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,32 +14,23 @@ from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
-    GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
-from transformers.utils import can_return_tuple, logging
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_engram import EngramConfig
 from ..tokenization.token_map import token_map_sha256
+from .decoder_layer import EngramAttention, EngramDecoderLayer
 from .engram_layer import EngramLayer
 from .engram_memory import EngramMemory
-from .hyper_connection import HyperConnection, collapse
+from .hyper_connection import HyperConnection
 from .model_card import write_model_card
 from .ngram_hasher import NgramHasher
 from .ngram_history import has_history
 
-
-logger = logging.get_logger(__name__)
 
 # Transformers renamed `past_key_values` to `cache` between 5.17 and 5.24; both ends are served.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -51,125 +41,6 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
     if cache is not None and past_key_values is not None:
         raise ValueError("`cache` and `past_key_values` are two names of one argument: pass one of them.")
     return cache if cache is not None else past_key_values
-
-
-class EngramAttention(nn.Module):
-    """Grouped-query attention with rotary embeddings, and optional biases (Qwen2) and query/key norms (Qwen3)."""
-
-    def __init__(self, config: EngramConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-
-        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_output_bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
-        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden_states` [B, L, D] to the attention's output [B, L, D] and its weights (eager only)."""
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-
-        query_states = self.q_proj(hidden_states).view(hidden_shape)
-        key_states = self.k_proj(hidden_states).view(hidden_shape)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        if self.q_norm is not None:
-            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
-
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
-
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        return self.o_proj(attn_output), attn_weights
-
-
-class EngramDecoderLayer(GradientCheckpointingLayer):
-    """Engram (where the layer has one), attention, MLP; each writes into the stream of `hc_mult` copies."""
-
-    def __init__(self, config: EngramConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.hidden_size = config.hidden_size
-        self.engram = EngramLayer(config) if layer_idx in config.engram_layer_ids else None
-        self.self_attn = EngramAttention(config=config, layer_idx=layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attn_hc = HyperConnection(config)
-        self.mlp_hc = HyperConnection(config)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        stream: torch.Tensor,
-        pre: torch.Tensor | None,
-        embeddings: torch.Tensor | None,
-        token_mask: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states: `[B, L, D]`, the stream collapsed with `pre`.
-            stream: `[B, L, H, D]`.
-            pre: `[B, L, H]`, by which the sublayer before collapses the stream; None for copy 0.
-            embeddings: `[B, L, C * engram_head_dim]`, the rows of this layer's table; None without Engram.
-            token_mask: bool `[B, L]`, False where Engram must not write; None for everywhere.
-
-        Returns:
-            `hidden_states`, `stream` and `pre` for the next layer.
-        """
-        if self.engram is not None:
-            stream = self.engram(stream, embeddings, token_mask)
-            hidden_states = collapse(stream, pre)
-
-        mixes = self.attn_hc(stream)
-        hidden_states, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            cache=cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        stream, pre = self.attn_hc.expand(hidden_states, stream, mixes)
-
-        mixes = self.mlp_hc(stream)
-        hidden_states = self.mlp(self.post_attention_layernorm(collapse(stream, pre)))
-        stream, pre = self.mlp_hc.expand(hidden_states, stream, mixes)
-        return collapse(stream, pre), stream, pre
 
 
 class EngramPreTrainedModel(PreTrainedModel):
@@ -265,17 +136,17 @@ class EngramPreTrainedModel(PreTrainedModel):
         ):
             if fields[name] != getattr(config, name):
                 raise ValueError(
-                    f"The tokenizer's `{name}` is {fields[name]}, the model's is {getattr(config, name)}: use the tokenizer "
-                    "that the model was made for, or build the config with `**tokenizer.engram_fields()`."
+                    f"The tokenizer's `{name}` is {fields[name]}, the model's is {getattr(config, name)}: use the "
+                    "tokenizer that the model was made for, or build the config with `**tokenizer.engram_fields()`."
                 )
         token_map = tokenizer.token_map
         if config.engram_token_map_sha256 is not None:
             known = token_map[: config.engram_token_map_size]
             if len(known) < config.engram_token_map_size or token_map_sha256(known) != config.engram_token_map_sha256:
                 raise ValueError(
-                    f"The tokenizer's token map ({len(token_map)} ids, sha256 {fields['engram_token_map_sha256']}) is not "
-                    f"the model's ({config.engram_token_map_size} ids, sha256 {config.engram_token_map_sha256}): it is "
-                    "another tokenizer, and every hash would be wrong."
+                    f"The tokenizer's token map ({len(token_map)} ids, sha256 {fields['engram_token_map_sha256']}) is "
+                    f"not the model's ({config.engram_token_map_size} ids, sha256 {config.engram_token_map_sha256}): "
+                    "it is another tokenizer, and every hash would be wrong."
                 )
         hasher.bind_token_map(token_map)
         config.engram_token_map_size = fields["engram_token_map_size"]
@@ -325,7 +196,8 @@ class EngramPreTrainedModel(PreTrainedModel):
             vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
         if vocab_size <= self.config.engram_pad_token_id:
             raise ValueError(
-                f"`new_num_tokens` ({vocab_size}) would drop `engram_pad_token_id` ({self.config.engram_pad_token_id})."
+                f"`new_num_tokens` ({vocab_size}) would drop `engram_pad_token_id` "
+                f"({self.config.engram_pad_token_id})."
             )
         if vocab_size < self.config.engram_compressed_vocab_size:
             raise ValueError(
@@ -355,8 +227,8 @@ def live_tokens(
     if attention_mask is not None:
         if attention_mask.ndim != 2 or attention_mask.shape[0] != shape[0] or attention_mask.shape[1] < shape[1]:
             raise ValueError(
-                f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)}: pass [batch, length] "
-                "over the cached and the new tokens."
+                f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)}: pass [batch, "
+                "length] over the cached and the new tokens."
             )
         live = attention_mask[:, -shape[1] :] != 0
     if token_mask is not None:
@@ -409,8 +281,8 @@ class EngramModel(EngramPreTrainedModel):
 
         Args:
             hash_ids: int64 `[B, L, n_engram_layers, C]` from the tokenizer; computed from `input_ids` if not given.
-            token_mask: bool `[B, L]`, False at tokens that are not text (an image span): Engram neither reads nor writes
-                there. Padding is known from `attention_mask`.
+            token_mask: bool `[B, L]`, False at tokens that are not text (an image span): Engram neither reads nor
+                writes there. Padding is known from `attention_mask`.
             cache, past_key_values: one argument under its newer and its older name.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -480,12 +352,14 @@ class EngramModel(EngramPreTrainedModel):
         if input_ids is None:
             if hash_ids is None:
                 raise ValueError(
-                    "`inputs_embeds` alone say nothing about the token ids that Engram layers look up: pass `hash_ids` "
-                    "beside them (from the tokenizer, or `model.compute_hash_ids(input_ids)`), or pass `input_ids`."
+                    "`inputs_embeds` alone say nothing about the token ids that Engram layers look up: pass "
+                    "`hash_ids` beside them (from the tokenizer, or `model.compute_hash_ids(input_ids)`), or pass "
+                    "`input_ids`."
                 )
             if cache is not None and has_history(cache, self.config.engram_layer_ids[0]):
                 raise ValueError(
-                    "`inputs_embeds` cannot continue a cache: its n-gram history would miss these tokens. Pass `input_ids`."
+                    "`inputs_embeds` cannot continue a cache: its n-gram history would miss these tokens. Pass "
+                    "`input_ids`."
                 )
         if input_ids is not None and (hash_ids is None or cache is not None):
             computed = self.engram_hasher(input_ids, None if live is None else ~live, position_ids, cache)
@@ -566,8 +440,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As [`GenerationMixin.prepare_inputs_for_generation`]. The prompt's `hash_ids` are dropped, since `generate`
-        would pass them on at every step: the model hashes, with the history in the cache. `token_mask` covers the prompt;
-        generated tokens are text."""
+        would pass them on at every step: the model hashes, with the history in the cache. `token_mask` covers the
+        prompt; generated tokens are text."""
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         if inputs.get("inputs_embeds") is not None and self.model.engram_hasher is not None:
             raise ValueError(

@@ -42,8 +42,8 @@ class NgramHasher(nn.Module):
             self.register_buffer(name, value)
 
     def constants(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-        """What the buffers hold before a tokenizer is bound: the layout's numbers, and as token map the identity if the
-        config asks for no other, else `UNBOUND` everywhere."""
+        """What the buffers hold before a tokenizer is bound: the layout's numbers, and as token map the identity if
+        the config asks for no other, else `UNBOUND` everywhere."""
         config = self.config
         layout = config.layout()
         multipliers = build_multipliers(
@@ -77,8 +77,8 @@ class NgramHasher(nn.Module):
         config = self.config
         if len(token_map) > config.vocab_size:
             raise ValueError(
-                f"The tokenizer has {len(token_map)} tokens, more than the model's `vocab_size` ({config.vocab_size}): "
-                "call `model.resize_token_embeddings(len(tokenizer))` first."
+                f"The tokenizer has {len(token_map)} tokens, more than the model's `vocab_size` "
+                f"({config.vocab_size}): call `model.resize_token_embeddings(len(tokenizer))` first."
             )
         highest = int(token_map.max())
         if highest >= config.engram_compressed_vocab_size:
@@ -95,20 +95,21 @@ class NgramHasher(nn.Module):
         """The token map for another vocabulary size: shorter, or with a new compressed id for every new token.
 
         Raises:
-            ValueError: no compressed ids are left. Their number sets the hash's multipliers, so with one more, every row
-                of the tables would be another n-gram's.
+            ValueError: no compressed ids are left. Their number sets the hash's multipliers, so with one more, every
+                row of the tables would be another n-gram's.
         """
         token_map = self.token_map
         n_new = vocab_size - len(token_map)
         if n_new <= 0:
             return token_map[:vocab_size].clone()
         first = int(token_map.max()) + 1
-        if first + n_new > self.config.engram_compressed_vocab_size:
+        limit = self.config.engram_compressed_vocab_size
+        if first + n_new > limit:
             raise ValueError(
-                f"{n_new} new tokens need new compressed ids, but `engram_compressed_vocab_size` "
-                f"({self.config.engram_compressed_vocab_size}) leaves {self.config.engram_compressed_vocab_size - first}: "
-                "it fixes the hash that the tables are addressed by. Add the tokens before the model is made, or make "
-                "tokenizer and config with a larger `engram_compressed_vocab_size` (and `vocab_size`) to leave room."
+                f"{n_new} new tokens need new compressed ids, but `engram_compressed_vocab_size` ({limit}) leaves "
+                f"{limit - first}: it fixes the hash that the tables are addressed by. Add the tokens before the "
+                "model is made, or make tokenizer and config with a larger `engram_compressed_vocab_size` (and "
+                "`vocab_size`) to leave room."
             )
         return torch.cat([token_map, torch.arange(first, first + n_new, dtype=torch.int32, device=token_map.device)])
 
@@ -123,13 +124,13 @@ class NgramHasher(nn.Module):
             buffer = getattr(self, name)
             if buffer.shape != expected.shape:
                 raise ValueError(
-                    f"The hash constant `{name}` of this checkpoint has shape {tuple(buffer.shape)}, its config asks for "
-                    f"{tuple(expected.shape)}: restore the config.json that it was saved with."
+                    f"The hash constant `{name}` of this checkpoint has shape {tuple(buffer.shape)}, its config asks "
+                    f"for {tuple(expected.shape)}: restore the config.json that it was saved with."
                 )
             if name != "token_map" and not torch.equal(buffer.cpu(), expected):
                 raise ValueError(
-                    f"The hash constant `{name}` of this checkpoint is not that of its config: an `engram_*` field was "
-                    "changed after the tables were made. Restore the config.json that it was saved with."
+                    f"The hash constant `{name}` of this checkpoint is not that of its config: an `engram_*` field "
+                    "was changed after the tables were made. Restore the config.json that it was saved with."
                 )
         if not self.is_bound:
             raise ValueError(
@@ -201,8 +202,8 @@ class NgramHasher(nn.Module):
         offsets, primes = self.offsets.flatten(1), self.primes.flatten(1)
         inside = ((hash_ids >= offsets) & (hash_ids < offsets + primes)).all()
         message = (
-            "`hash_ids` lie outside their columns' bucket ranges: they were made with another layout. Tokenise with the "
-            "EngramTokenizer that the model was built for, or leave `hash_ids` out."
+            "`hash_ids` lie outside their columns' bucket ranges: they were made with another layout. Tokenise with "
+            "the EngramTokenizer that the model was built for, or leave `hash_ids` out."
         )
         if hash_ids.device.type != "cpu" or torch.compiler.is_compiling():
             torch._assert_async(inside, message)

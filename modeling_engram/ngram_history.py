@@ -16,7 +16,8 @@ from ..tokenization.ngram_hashing import DEAD
 
 
 class _HistoryCacheLayer(LinearAttentionAndFullAttentionLayer):
-    """A "hybrid" cache layer whose batch operations cover the history too; Transformers' cover keys and values only."""
+    """A "hybrid" cache layer whose batch operations cover the history too; Transformers' cover keys and values
+    only."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -57,9 +58,9 @@ def extend_history(stream: torch.Tensor, cache: Cache | None, layer_idx: int, le
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         raise ValueError(
-            f"The {type(cache).__name__} passed to the model has no place for the n-gram history (its layer {layer_idx} "
-            f"is {type(layer).__name__}): make it with the model's config, e.g. `DynamicCache(config=model.config)` or "
-            "`StaticCache(config=model.config, max_cache_len=...)`."
+            f"The {type(cache).__name__} passed to the model has no place for the n-gram history (its layer "
+            f"{layer_idx} is {type(layer).__name__}): make it with the model's config, e.g. "
+            "`DynamicCache(config=model.config)` or `StaticCache(config=model.config, max_cache_len=...)`."
         )
     if cache.has_previous_state(layer_idx, state_idx=0):
         extended = cache.update_conv_state(stream, layer_idx, state_idx=0, conv_kernel_size=length)
@@ -67,8 +68,8 @@ def extend_history(stream: torch.Tensor, cache: Cache | None, layer_idx: int, le
         return extended[:, -(length + stream.shape[1]) :]
     if cache.get_seq_length() > 0:
         raise ValueError(
-            f"The cache holds {int(cache.get_seq_length())} tokens but not their n-gram history, since they were given "
-            "as `inputs_embeds` without `input_ids`: give `input_ids`, or `use_cache=False`."
+            f"The cache holds {int(cache.get_seq_length())} tokens but not their n-gram history, since they were "
+            "given as `inputs_embeds` without `input_ids`: give `input_ids`, or `use_cache=False`."
         )
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         layer.__class__ = _HistoryCacheLayer

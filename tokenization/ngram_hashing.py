@@ -32,8 +32,8 @@ class NgramLayout:
     """The bucket ranges of every Engram layer.
 
     Attributes:
-        primes (`np.ndarray`): int64 `[n_layers, max_ngram_size - 1, n_heads]`, the bucket count of each n-gram size and
-            head.
+        primes (`np.ndarray`): int64 `[n_layers, max_ngram_size - 1, n_heads]`, the bucket count of each n-gram size
+            and head.
         offsets (`np.ndarray`): int64, same shape, the first row of each bucket range inside its layer's table.
         num_embeddings (`tuple[int, ...]`): rows of each layer's table (the sum of its primes).
     """
@@ -105,7 +105,8 @@ def build_multipliers(layer_ids: tuple[int, ...], compressed_vocab_size: int, ma
 
     Args:
         layer_ids (`tuple[int, ...]`): indices of the decoder layers that hold an Engram layer.
-        compressed_vocab_size (`int`): number of compressed ids; multipliers stay below `2**63 / compressed_vocab_size`.
+        compressed_vocab_size (`int`): number of compressed ids; multipliers stay below `2**63 /
+            compressed_vocab_size`.
         max_ngram_size (`int`): N, the longest n-gram, in tokens.
 
     Returns:

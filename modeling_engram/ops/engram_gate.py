@@ -2,7 +2,7 @@
 
 import torch
 
-from .backend import resolve_backend
+from .backend import NO_KERNEL, resolve_backend
 from .precision import compute_dtype
 
 
@@ -36,7 +36,7 @@ def engram_gate(
     Returns:
         `[..., H, D]` in the dtype of `hidden_states`.
     """
-    resolve_backend("engram_gate", backend)
+    resolve_backend("engram_gate", backend, hidden_states, NO_KERNEL)
     copies, dim = hidden_states.shape[-2:]
     dtype = compute_dtype(hidden_states.dtype)
     key, value = kv.to(dtype).split([copies * dim, dim], dim=-1)

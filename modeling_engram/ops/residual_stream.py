@@ -11,7 +11,7 @@ sets of weights, computed from the stream that enters the sublayer, tie them tog
 import torch
 from torch.nn import functional as F
 
-from .backend import resolve_backend
+from .backend import NO_KERNEL, resolve_backend
 from .precision import compute_dtype, without_autocast
 
 
@@ -44,7 +44,7 @@ def stream_mixes(
     Returns:
         `pre` [B, L, H], `post` [B, L, H] and `comb` [B, L, H, H] (from copy, to copy), in fp32 (fp64 for fp64).
     """
-    resolve_backend("stream_mixes", backend)
+    resolve_backend("stream_mixes", backend, stream, NO_KERNEL)
     copies = stream.shape[-2]
     dtype = compute_dtype(stream.dtype)
     flat = stream.flatten(-2).to(dtype)
@@ -76,7 +76,7 @@ def stream_collapse(stream: torch.Tensor, pre: torch.Tensor, backend: str | None
     Returns:
         `[B, L, D]` in the stream's dtype.
     """
-    resolve_backend("stream_collapse", backend)
+    resolve_backend("stream_collapse", backend, stream, NO_KERNEL)
     dtype = compute_dtype(stream.dtype)
     return (pre.to(dtype).unsqueeze(-1) * stream.to(dtype)).sum(-2).to(stream.dtype)
 
@@ -100,7 +100,7 @@ def stream_expand(
     Returns:
         `[B, L, H, D]` in the stream's dtype.
     """
-    resolve_backend("stream_expand", backend)
+    resolve_backend("stream_expand", backend, stream, NO_KERNEL)
     dtype = compute_dtype(stream.dtype)
     with without_autocast(stream.device):
         mixed = comb.to(dtype).transpose(-1, -2) @ stream.to(dtype)

@@ -85,19 +85,38 @@ class EngramPreTrainedModel(PreTrainedModel):
         return hasher
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any):
-        """As [`PreTrainedModel.from_pretrained`]; the hash's constants and token map are compared with the config.
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ):
+        """As [`PreTrainedModel.from_pretrained`], but nothing of the decoder may be missing from the checkpoint or
+        left over, and the hash's constants and token map must be those of the config. Heads may be new, as usual.
 
         Raises:
-            ValueError: weights and config.json are not of the same model.
+            ValueError: the weights and config.json are not of the same model.
         """
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        prefix = "" if model.base_model is model else f"{cls.base_model_prefix}."
+        missing = sorted(key for key in info["missing_keys"] if key.startswith(prefix))
+        unexpected = sorted(
+            key
+            for key in info["unexpected_keys"]
+            if key.removeprefix(f"{cls.base_model_prefix}.").startswith(("layers.", "engram_"))
+        )
+        if missing or unexpected:
+            raise ValueError(
+                f"The weights in {pretrained_model_name_or_path} are not of this {cls.__name__}: they lack {missing} "
+                f"and bring {unexpected}, which the config has no place for. Restore the config.json that they were "
+                "saved with."
+            )
         hasher = model.base_model.engram_hasher
         # A model may be saved before a tokenizer is bound to it.
         if hasher is not None and hasher.is_bound:
             hasher.check()
-        return loaded
+        return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As [`PreTrainedModel.save_pretrained`]; the folder also gets the code that loads it, and a model card."""

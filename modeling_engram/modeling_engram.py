@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -40,6 +42,8 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
     """The cache, under whichever of its two names it was passed."""
     if cache is not None and past_key_values is not None:
         raise ValueError("`cache` and `past_key_values` are two names of one argument: pass one of them.")
+    if past_key_values is not None and CACHE_NAME != "past_key_values":
+        warnings.warn("`past_key_values` is deprecated. Use `cache` instead.", FutureWarning, stacklevel=3)
     return cache if cache is not None else past_key_values
 
 
@@ -106,7 +110,8 @@ class EngramPreTrainedModel(PreTrainedModel):
             for key in info["unexpected_keys"]
             if key.removeprefix(f"{cls.base_model_prefix}.").startswith(("layers.", "engram_"))
         )
-        if missing or unexpected:
+        # Without a path, the caller gives the weights (or none) and asks for the rest to be initialised.
+        if pretrained_model_name_or_path is not None and (missing or unexpected):
             raise ValueError(
                 f"The weights in {pretrained_model_name_or_path} are not of this {cls.__name__}: they lack {missing} "
                 f"and bring {unexpected}, which the config has no place for. Restore the config.json that they were "
@@ -211,7 +216,8 @@ class EngramPreTrainedModel(PreTrainedModel):
         if hasher is None or (new_num_tokens is None and pad_to_multiple_of is None):
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
+        # Another type is refused by Transformers.
+        if isinstance(pad_to_multiple_of, int):
             vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
         if vocab_size <= self.config.engram_pad_token_id:
             raise ValueError(
@@ -294,7 +300,7 @@ class EngramModel(EngramPreTrainedModel):
         hash_ids: torch.LongTensor | None = None,
         token_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """As a Llama model, and:
 
@@ -416,7 +422,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         hash_ids: torch.LongTensor | None = None,
         token_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """As [`EngramModel.forward`], and:
 

@@ -6,6 +6,7 @@ the Triton kernels where there are some, their autograd function, and the functi
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`triton.jit`, or the function as it is where Triton is not installed."""
     return function if triton is None else triton.jit(function)
+
+
+def device_guard(tensor: torch.Tensor) -> AbstractContextManager:
+    """Makes the tensor's device the current one, on which Triton launches kernels; nothing to do on CPU."""
+    if tensor.device.type == "cpu":
+        return nullcontext()
+    return torch.get_device_module(tensor.device).device(tensor.device)
 
 
 def resolve_backend(op: str, backend: str | None, tensor: torch.Tensor, unsupported: str | None = None) -> str:

@@ -115,11 +115,11 @@ class EngramConfig(PreTrainedConfig):
     engram_token_map_sha256: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):
+            self._check_int(name, minimum=1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
-            self._check_int("num_attention_heads", minimum=1)
-            self._check_int("hidden_size", minimum=1)
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` "
@@ -143,7 +143,8 @@ class EngramConfig(PreTrainedConfig):
         self._check_engram_fields()
         if self.engram_num_embeddings is None:
             self.engram_num_embeddings = list(self.layout().num_embeddings)
-        self.engram_num_embeddings = list(self.engram_num_embeddings)
+        elif isinstance(self.engram_num_embeddings, tuple):
+            self.engram_num_embeddings = list(self.engram_num_embeddings)
         self.validate()
         if layer_types is not None and list(layer_types) != self.layer_types:
             raise ValueError(
@@ -179,12 +180,10 @@ class EngramConfig(PreTrainedConfig):
         """
         for name in SIZE_FIELDS:
             self._check_int(name, minimum=1)
-        for name in ("rms_norm_eps", "hc_eps", "initializer_range"):
+        for name in ("rms_norm_eps", "hc_eps", "initializer_range", "attention_dropout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"`{name}` must be a number in [0, 1), got {value!r}.")
-        if not 0.0 <= self.attention_dropout < 1.0:
-            raise ValueError(f"`attention_dropout` must be in [0, 1), got {self.attention_dropout!r}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) is not a multiple of `num_key_value_heads` "
@@ -196,9 +195,9 @@ class EngramConfig(PreTrainedConfig):
             raise ValueError(f"`hc_eps` ({self.hc_eps}) must be below 1 / `hc_mult` ({self.hc_mult}).")
         self._check_engram_fields()
         expected = list(self.layout().num_embeddings)
-        if list(self.engram_num_embeddings) != expected:
+        if self.engram_num_embeddings != expected:
             raise ValueError(
-                f"`engram_num_embeddings` is {list(self.engram_num_embeddings)}, but `engram_layer_ids`, "
+                f"`engram_num_embeddings` is {self.engram_num_embeddings!r}, but `engram_layer_ids`, "
                 f"`engram_vocab_size`, `engram_max_ngram_size` and `engram_n_heads` lay out {expected}: leave "
                 "`engram_num_embeddings` out, or restore the fields that the tables were made with."
             )

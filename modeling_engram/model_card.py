@@ -35,16 +35,26 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 """
 
 
-def write_model_card(model, save_directory: str | os.PathLike) -> None:
-    """Writes README.md into a saved model's folder, unless it has one."""
+# By this, the card that Transformers puts over a pushed folder's own is known.
+GENERATED_CARD = "This model card has been automatically generated."
+
+
+def write_model_card(model, save_directory: str | os.PathLike, name: str | None = None) -> None:
+    """Writes README.md into a saved model's folder, unless it has one that somebody wrote.
+
+    Args:
+        model ([`EngramPreTrainedModel`]): what the card describes.
+        save_directory: the folder.
+        name: what the model is loaded by; the folder's name if not given.
+    """
     path = Path(save_directory) / "README.md"
-    if path.exists():
+    if path.exists() and GENERATED_CARD not in path.read_text(encoding="utf-8"):
         return
     config = model.config
     memory = model.base_model.engram_memory
     table = sum(weight.numel() for weight in memory.parameters()) if memory is not None else 0
     card = CARD.format(
-        name=Path(save_directory).resolve().name,
+        name=name or Path(save_directory).resolve().name,
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         copies=config.hc_mult,

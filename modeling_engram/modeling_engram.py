@@ -24,6 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_engram import EngramConfig
+from ..tokenization.ngram_hashing import check_token_ids
 from ..tokenization.token_map import token_map_sha256
 from .decoder_layer import EngramAttention, EngramDecoderLayer
 from .engram_layer import EngramLayer
@@ -130,6 +131,11 @@ class EngramPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         write_model_card(self, save_directory)
 
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any):
+        # Where the Hub has no card yet, Transformers has just put one without content over ours.
+        write_model_card(self, working_dir, name=repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
     def bind_tokenizer(self, tokenizer: Any) -> "EngramPreTrainedModel":
         """Installs the tokenizer's map from token ids to compressed ids.
 
@@ -195,9 +201,8 @@ class EngramPreTrainedModel(PreTrainedModel):
         Returns:
             int64 `[B, L, n_engram_layers, C]`.
         """
-        if input_ids.ndim != 2:
-            raise ValueError(f"`input_ids` must be [batch, length], got shape {tuple(input_ids.shape)}.")
         hasher = self._hasher
+        check_input_ids(input_ids, self.config.vocab_size)
         live = live_tokens(input_ids.shape, attention_mask, token_mask)
         return hasher(input_ids, dead=None if live is None else ~live, position_ids=position_ids)
 
@@ -236,6 +241,13 @@ class EngramPreTrainedModel(PreTrainedModel):
             self.config.engram_token_map_size = vocab_size
             self.config.engram_token_map_sha256 = token_map_sha256(token_map.cpu().numpy())
         return embeddings
+
+
+def check_input_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raises unless `input_ids` are integers `[B, L]` in `[0, vocab_size)`, see [`check_token_ids`]."""
+    if input_ids.ndim != 2:
+        raise ValueError(f"`input_ids` must be [batch, length], got shape {tuple(input_ids.shape)}.")
+    check_token_ids(input_ids, vocab_size)
 
 
 def live_tokens(
@@ -314,6 +326,7 @@ class EngramModel(EngramPreTrainedModel):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         cache = one_cache(cache, past_key_values)
         if inputs_embeds is None:
+            check_input_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -460,6 +473,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
+        inputs_embeds: torch.Tensor | None = None,
         hash_ids: torch.LongTensor | None = None,
         token_mask: torch.Tensor | None = None,
         **kwargs: Any,
@@ -467,11 +481,11 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         """As [`GenerationMixin.prepare_inputs_for_generation`]. The prompt's `hash_ids` are dropped, since `generate`
         would pass them on at every step: the model hashes, with the history in the cache. `token_mask` covers the
         prompt; generated tokens are text."""
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if inputs.get("inputs_embeds") is not None and self.model.engram_hasher is not None:
+        if inputs_embeds is not None and self.model.engram_hasher is not None:
             raise ValueError(
                 "`generate` cannot start from `inputs_embeds`: the n-gram history needs token ids. Pass `input_ids`."
             )
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if token_mask is not None:
             missing = input_ids.shape[1] - token_mask.shape[1]
             token_mask = nn.functional.pad(token_mask, (0, max(missing, 0)), value=True)

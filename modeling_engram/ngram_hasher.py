@@ -7,7 +7,6 @@ from transformers.cache_utils import Cache
 
 from ..tokenization.ngram_hashing import (
     build_multipliers,
-    check_token_ids,
     document_starts,
     encode_stream,
     hash_stream,
@@ -80,11 +79,12 @@ class NgramHasher(nn.Module):
                 f"The tokenizer has {len(token_map)} tokens, more than the model's `vocab_size` "
                 f"({config.vocab_size}): call `model.resize_token_embeddings(len(tokenizer))` first."
             )
-        highest = int(token_map.max())
-        if highest >= config.engram_compressed_vocab_size:
+        lowest, highest = int(token_map.min()), int(token_map.max())
+        if lowest < 0 or highest >= config.engram_compressed_vocab_size:
             raise ValueError(
-                f"The tokenizer's map goes up to compressed id {highest}, beyond `engram_compressed_vocab_size` "
-                f"({config.engram_compressed_vocab_size}): build the config with `**tokenizer.engram_fields()`."
+                f"The tokenizer's map holds compressed ids from {lowest} to {highest}, outside [0, "
+                f"{config.engram_compressed_vocab_size}), the config's `engram_compressed_vocab_size`: build the "
+                "config with `**tokenizer.engram_fields()`."
             )
         full = np.full(config.vocab_size, token_map[config.engram_pad_token_id], dtype=np.int32)
         full[: len(token_map)] = token_map
@@ -153,6 +153,10 @@ class NgramHasher(nn.Module):
         self.pad_id = int(token_map[config.engram_pad_token_id])
         self.is_checked = True
 
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        self.is_checked = False
+        super()._load_from_state_dict(*args, **kwargs)
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -163,7 +167,7 @@ class NgramHasher(nn.Module):
         """Hashes the window that ends at each token, and moves the cache's n-gram history on.
 
         Args:
-            input_ids: integer `[B, L]`.
+            input_ids: integer `[B, L]`, checked by the caller.
             dead: bool `[B, L]` or None, True where a token is padding, masked, or not text.
             position_ids: integer `[B or 1, L]` or None; where they restart, a packed document begins.
             cache: holds the history of the tokens before, and gets these; None for a whole sequence.
@@ -173,7 +177,6 @@ class NgramHasher(nn.Module):
         """
         if not self.is_checked:
             self.check()
-        check_token_ids(input_ids, self.config.vocab_size)
         compressed = self.token_map[input_ids].long()
         starts = None if position_ids is None else document_starts(position_ids)
         stream = extend_history(

@@ -16,6 +16,8 @@ MAX_WORKERS ?= 4
 
 VENV := .venv
 COMPAT := .venv-compat
+TRL := .venv-trl
+LM_EVAL := .venv-lm-eval
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
@@ -24,10 +26,11 @@ COMPAT_TESTS = tests/configuration tests/modeling_engram tests/tokenization
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-gpu test-compat lint format clean FORCE
+.PHONY: help demo test test-all test-gpu test-compat test-upstream test-upstream-compat test-clients lint format clean \
+	FORCE
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  variables: PYTHON=python3.12  TORCH=torch==2.13.0  PYTEST_ARGS='-k name'  DEMO_ARGS='--output dir'  WORKERS=2"
 
@@ -46,6 +49,19 @@ test-gpu: $(VENV)/.dev ## run the tests that need a GPU
 test-compat: $(COMPAT)/.test ## run the model, generation and Hub tests on the oldest supported Transformers
 	$(ONE_THREAD) $(COMPAT)/bin/python -m pytest $(PARALLEL) $(COMPAT_TESTS) $(PYTEST_ARGS)
 
+test-upstream: $(VENV)/.dev ## run Transformers' own tests over our classes
+	$(VENV)/bin/python tests/upstream/fetch.py
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest $(PARALLEL) tests/upstream $(PYTEST_ARGS)
+
+test-upstream-compat: $(COMPAT)/.test ## the same, with the oldest supported Transformers
+	$(COMPAT)/bin/python tests/upstream/fetch.py
+	$(ONE_THREAD) $(COMPAT)/bin/python -m pytest $(PARALLEL) tests/upstream $(PYTEST_ARGS)
+
+test-clients: $(VENV)/.dev $(TRL)/.client $(LM_EVAL)/.client ## run the tests of pipelines, TRL and lm_eval
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest tests/clients/test_pipeline.py $(PYTEST_ARGS)
+	$(ONE_THREAD) $(TRL)/bin/python -m pytest tests/clients/test_trl.py $(PYTEST_ARGS)
+	$(ONE_THREAD) $(LM_EVAL)/bin/python -m pytest tests/clients/test_lm_eval.py $(PYTEST_ARGS)
+
 lint: $(VENV)/.dev ## check style and formatting
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -55,7 +71,7 @@ format: $(VENV)/.dev ## mend what ruff can mend
 	$(VENV)/bin/python -m ruff format .
 
 clean: ## remove the virtual environments, caches and build outputs
-	rm -rf $(VENV) $(COMPAT) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) $(TRL) $(LM_EVAL) build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ----------------------------------------------------------------------------------------------------------
@@ -71,6 +87,12 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.requirements | $(VENV)/bin/pip
 $(COMPAT)/.test: pyproject.toml $(COMPAT)/.requirements | $(COMPAT)/bin/pip
 	$(call install,$(COMPAT),--editable '.[test]' '$(TRANSFORMERS_OLDEST)')
 
+$(TRL)/.client: pyproject.toml $(TRL)/.requirements | $(TRL)/bin/pip
+	$(call install,$(TRL),--editable '.[trl]')
+
+$(LM_EVAL)/.client: pyproject.toml $(LM_EVAL)/.requirements | $(LM_EVAL)/bin/pip
+	$(call install,$(LM_EVAL),--editable '.[lm-eval]')
+
 # PyTorch first, alone: what depends on it then takes the one that is there. Old pips know no editable wheels.
 define install
 	@echo "installing into $(1), with $(TORCH); the first time takes a few minutes"
@@ -81,13 +103,13 @@ define install
 endef
 
 # The requirements as given; rewritten, and so newer than the stamps, only when they differ from the last run's.
-$(VENV)/.requirements: FORCE | $(VENV)/bin/pip
+$(VENV)/.requirements $(TRL)/.requirements $(LM_EVAL)/.requirements: %/.requirements: FORCE | %/bin/pip
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
 $(COMPAT)/.requirements: FORCE | $(COMPAT)/bin/pip
 	@echo '$(TORCH) $(TRANSFORMERS_OLDEST)' | cmp -s - $@ || echo '$(TORCH) $(TRANSFORMERS_OLDEST)' > $@
 
-$(VENV)/bin/pip $(COMPAT)/bin/pip:
+$(VENV)/bin/pip $(COMPAT)/bin/pip $(TRL)/bin/pip $(LM_EVAL)/bin/pip:
 	@command -v '$(PYTHON)' > /dev/null || \
 		{ echo "error: no '$(PYTHON)' found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

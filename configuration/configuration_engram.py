@@ -182,8 +182,8 @@ class EngramConfig(PreTrainedConfig):
             self._check_int(name, minimum=1)
         for name in ("rms_norm_eps", "hc_eps", "initializer_range", "attention_dropout"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"`{name}` must be a number in [0, 1), got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) is not a multiple of `num_key_value_heads` "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
@@ -128,6 +128,10 @@ class EngramPreTrainedModel(PreTrainedModel):
         """As [`PreTrainedModel.save_pretrained`]; the folder also gets the code that loads it, and a model card."""
         if os.path.isfile(save_directory):
             raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
+        hasher = self.base_model.engram_hasher
+        # A layout field that was set since would make a folder that does not load.
+        if hasher is not None and hasher.is_bound:
+            hasher.check()
         super().save_pretrained(save_directory, *args, **kwargs)
         write_model_card(self, save_directory)
 
@@ -469,6 +473,13 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
         )
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        # Transformers' quantised cache refuses "hybrid" layers; given plain ones, the history makes its own place.
+        if generation_config.cache_implementation == "quantized":
+            plain_layers = LlamaConfig(num_hidden_layers=self.config.num_hidden_layers)
+            generation_config.cache_config = {"config": plain_layers, **(generation_config.cache_config or {})}
+        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,

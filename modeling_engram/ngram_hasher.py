@@ -25,6 +25,7 @@ class NgramHasher(nn.Module):
     Its constants are persistent buffers, so that a saved model hashes without a tokenizer:
 
     - `token_map` int32 `[vocab_size]`: compressed id of every token id;
+    - `pad_token_id` int64 `[]`: the token id that stands where a window has no token;
     - `multipliers` int64 `[n_layers, N]`, `primes` and `offsets` int64 `[n_layers, N - 1, K]`.
 
     Args:
@@ -54,6 +55,7 @@ class NgramHasher(nn.Module):
             token_map = torch.full((config.vocab_size,), UNBOUND, dtype=torch.int32, device=device)
         return {
             "token_map": token_map,
+            "pad_token_id": torch.tensor(config.engram_pad_token_id, dtype=torch.int64, device=device),
             "multipliers": torch.tensor(multipliers.tolist(), dtype=torch.int64, device=device),
             "primes": torch.tensor(layout.primes.tolist(), dtype=torch.int64, device=device),
             "offsets": torch.tensor(layout.offsets.tolist(), dtype=torch.int64, device=device),

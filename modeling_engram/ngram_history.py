@@ -1,35 +1,105 @@
 """The n-gram history: the last N - 1 tokens of every sequence, kept in Transformers' cache.
 
-The history is the conv state of one "hybrid" cache layer (the first Engram layer's), as integers. Transformers then
-reorders it for beams, rolls it back for assisted decoding, resets it, and keeps its address fixed in static caches.
+The history is the conv state of one cache layer (the first Engram layer's, a "hybrid" one), as integers. Transformers
+then reorders it for beams, rolls it back for assisted decoding, resets it, and keeps its address in static caches.
 """
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
+    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticLayer,
 )
 
 from ..tokenization.ngram_hashing import DEAD
 
 
-class _HistoryCacheLayer(LinearAttentionAndFullAttentionLayer):
-    """A "hybrid" cache layer whose batch operations cover the history too; Transformers' cover keys and values
-    only."""
+@lru_cache
+def with_history(layer_class: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
+    """The cache layer class that keeps the n-gram history beside the keys and values of `layer_class`.
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        for index, state in self.conv_states.items():
-            if state is not None:
-                self.conv_states[index] = state.repeat_interleave(repeats, dim=0)
+    As Transformers' "hybrid" layers, but: batch operations cover the history; `crop` works at any time, since the
+    history of every token is kept unless the layer's size is static; and it is not offloaded with keys and values,
+    since it is read before the layer is fetched again.
+    """
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        for index, state in self.conv_states.items():
-            if state is not None:
-                self.conv_states[index] = state[indices]
+    class HistoryLayer(LinearAttentionLayer, layer_class):
+        is_compileable = layer_class.is_compileable
+        is_croppable = getattr(layer_class, "is_croppable", True)
+        offload = layer_class.offload
+        prefetch = layer_class.prefetch
+        get_max_length = layer_class.get_max_length
+
+        def lazy_initialization(self, *args, **kwargs) -> None:
+            (layer_class if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+        def reset(self) -> None:
+            LinearAttentionLayer.reset(self)
+            layer_class.reset(self)
+
+        def _select_history(self, select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            if self.conv_states[0] is not None:
+                self.conv_states[0] = select(self.conv_states[0])
+
+        def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+            self._select_history(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
+            layer_class.reorder_cache(self, beam_idx)
+
+        def crop(self, tokens_to_remove: int) -> None:
+            if not self.record_past:
+                return LinearAttentionLayer.crop(self, tokens_to_remove)  # raises
+            length = self.get_seq_length()
+            layer_class.crop(self, tokens_to_remove)
+            removed = length - self.get_seq_length()
+            if removed:
+                self._select_history(lambda ids: ids[:, :-removed])
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            self._select_history(lambda ids: ids.repeat_interleave(repeats, dim=0))
+            layer_class.batch_repeat_interleave(self, repeats)
+
+        def batch_select_indices(self, indices: torch.Tensor) -> None:
+            self._select_history(lambda ids: ids[indices])
+            layer_class.batch_select_indices(self, indices)
+
+        def __reduce__(self):
+            # The class is no module's attribute, by which pickle would find it.
+            return _restore, (layer_class, self.__dict__)
+
+    HistoryLayer.__name__ = f"{layer_class.__name__}WithHistory"
+    return HistoryLayer
+
+
+def _restore(layer_class: type[CacheLayerMixin], state: dict[str, Any]) -> CacheLayerMixin:
+    layer = object.__new__(with_history(layer_class))
+    layer.__dict__.update(state)
+    return layer
+
+
+def make_place(cache: Cache, layer_idx: int) -> None:
+    """Turns the cache's layer `layer_idx`, still empty, into one that keeps the history, if it is of a known kind."""
+    while cache.layer_class_to_replicate is not None and len(cache.layers) <= layer_idx:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[layer_idx]
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        layer.__class__ = with_history(DynamicLayer)
+    elif isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.__class__ = with_history(type(layer))
+        LinearAttentionLayer.__init__(layer)
+    elif type(layer) is LinearAttentionAndStaticFullAttentionLayer and cache.offloading:
+        layer.__class__ = with_history(StaticLayer)
+    if isinstance(layer, DynamicLayer) and isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.record_past = True
 
 
 def has_history(cache: Cache, layer_idx: int) -> bool:
@@ -55,6 +125,8 @@ def extend_history(stream: torch.Tensor, cache: Cache | None, layer_idx: int, le
     """
     if cache is None:
         return F.pad(stream, (length, 0), value=DEAD)
+    if not has_history(cache, layer_idx) and cache.get_seq_length() == 0:
+        make_place(cache, layer_idx)
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         raise ValueError(
@@ -71,8 +143,6 @@ def extend_history(stream: torch.Tensor, cache: Cache | None, layer_idx: int, le
             f"The cache holds {int(cache.get_seq_length())} tokens but not their n-gram history, since they were "
             "given as `inputs_embeds` without `input_ids`: give `input_ids`, or `use_cache=False`."
         )
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        layer.__class__ = _HistoryCacheLayer
     extended = F.pad(stream, (length, 0), value=DEAD)
     cache.update_conv_state(extended, layer_idx, state_idx=0, conv_kernel_size=length)
     return extended

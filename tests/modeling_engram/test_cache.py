@@ -1,6 +1,7 @@
 """The n-gram history in Transformers' cache: every operation that moves keys and values moves it, too."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -134,12 +135,12 @@ def test_static_cache_keeps_its_address(model, random_ids):
 
 
 def test_history_is_small_and_shared(model, filled):
-    """One history of N - 1 integers per sequence serves all Engram layers."""
+    """One history, an integer a token, serves all Engram layers; N - 1 absent tokens stand before the first."""
     _, _, cache = filled
     with_history = [layer for layer in cache.layers if getattr(layer, "conv_states", None)]
     assert len(with_history) == 1
     (state,) = with_history[0].conv_states.values()
-    assert state.shape == (3, 3)
+    assert state.shape == (3, 3 + 8)
     assert state.dtype == torch.int64
 
 
@@ -158,19 +159,35 @@ def test_crosses_no_document(model, random_ids):
     assert torch.equal(torch.cat(seen, 1), whole)
 
 
-def test_cache_without_config(model, random_ids):
-    """`DynamicCache()` has no place for the history: the error says how to make one that has."""
-    with pytest.raises(ValueError, match=r"config=model\.config"):
-        model(random_ids(1, 4), past_key_values=DynamicCache())
+@torch.no_grad()
+@pytest.mark.parametrize("engram_layer_ids", [None, []])
+def test_cache_without_the_config(model, lively_model, random_ids, engram_layer_ids):
+    """`DynamicCache()`, and one made for a model without Engram, get a place for the history when they are first used."""
+    config = None if engram_layer_ids is None else lively_model(engram_layer_ids=engram_layer_ids).config
+    ids = random_ids(1, 8)
+    cache = DynamicCache(config=config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split(3, dim=1)]
+    assert torch.allclose(torch.cat(parts, 1), model(ids, use_cache=False).logits, atol=1e-4)
 
 
-def test_cache_of_another_model(model, lively_model, random_ids):
-    """A cache made for a model without Engram is refused likewise."""
+@torch.no_grad()
+def test_static_cache_of_another_model(model, lively_model, random_ids):
+    """A static cache made for a model without Engram has no place for the history: the error says what to do."""
     plain = lively_model(engram_layer_ids=[])
-    with pytest.raises(ValueError, match="n-gram history"):
-        model(random_ids(1, 4), past_key_values=DynamicCache(config=plain.config))
-    with torch.no_grad():
-        plain(random_ids(1, 4), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"config=model\.config"):
+        model(random_ids(1, 4), past_key_values=StaticCache(config=plain.config, max_cache_len=8))
+    plain(random_ids(1, 4), past_key_values=DynamicCache())
+
+
+@torch.no_grad()
+def test_cache_is_pickled(model, random_ids):
+    """A prefix cache can be kept on disk: pickled and loaded, it continues as it would have."""
+    ids = random_ids(1, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :6], past_key_values=cache)
+    loaded = pickle.loads(pickle.dumps(cache))
+    logits = [model(ids[:, 6:], past_key_values=kept).logits for kept in (cache, loaded)]
+    assert torch.equal(*logits)
 
 
 def test_both_names(model, random_ids):

@@ -253,6 +253,7 @@ def test_empty_input(model):
 def test_buffers_are_saved_constants(model):
     """The hash's constants are persistent integer buffers, so a saved model needs no tokenizer."""
     names = {name for name in model.state_dict() if "engram_hasher" in name}
-    assert names == {f"model.engram_hasher.{name}" for name in ("token_map", "multipliers", "primes", "offsets")}
+    constants = ("token_map", "pad_token_id", "multipliers", "primes", "offsets")
+    assert names == {f"model.engram_hasher.{name}" for name in constants}
     assert model.model.engram_hasher.token_map.dtype == torch.int32
     assert model.model.engram_hasher.multipliers.dtype == torch.int64

@@ -162,7 +162,7 @@ def test_crosses_no_document(model, random_ids):
 @torch.no_grad()
 @pytest.mark.parametrize("engram_layer_ids", [None, []])
 def test_cache_without_the_config(model, lively_model, random_ids, engram_layer_ids):
-    """`DynamicCache()`, and one made for a model without Engram, get a place for the history when they are first used."""
+    """`DynamicCache()`, and one made for a model without Engram, get a place for the history when first used."""
     config = None if engram_layer_ids is None else lively_model(engram_layer_ids=engram_layer_ids).config
     ids = random_ids(1, 8)
     cache = DynamicCache(config=config)

@@ -131,9 +131,8 @@ class EngramDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        stream, pre = self.attn_hc.expand(hidden_states, stream, mixes)
+        hidden_states, stream, _ = self.attn_hc.update(hidden_states, stream, mixes)
 
         mixes = self.mlp_hc(stream)
-        hidden_states = self.mlp(self.post_attention_layernorm(collapse(stream, pre)))
-        stream, pre = self.mlp_hc.expand(hidden_states, stream, mixes)
-        return collapse(stream, pre), stream, pre
+        hidden_states = self.mlp(self.post_attention_layernorm(hidden_states))
+        return self.mlp_hc.update(hidden_states, stream, mixes)

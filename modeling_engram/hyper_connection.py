@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .ops.residual_stream import stream_collapse, stream_expand, stream_mixes
+from .ops.residual_stream import stream_collapse, stream_expand, stream_mixes, stream_update
 
 
 Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -73,6 +73,22 @@ class HyperConnection(nn.Module):
             return stream + hidden_states.unsqueeze(2), None
         pre, post, comb = mixes
         return stream_expand(hidden_states, stream, post, comb), pre
+
+    @staticmethod
+    def update(
+        hidden_states: torch.Tensor, stream: torch.Tensor, mixes: Mixes | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`expand`, and `collapse` of the result, in one pass over the stream.
+
+        Returns:
+            the vector `[B, L, D]` that the next sublayer reads, the stream `[B, L, H, D]`, and the `pre` between them.
+        """
+        if mixes is None:
+            stream = stream + hidden_states.unsqueeze(2)
+            return stream[:, :, 0], stream, None
+        pre, post, comb = mixes
+        stream, hidden_states = stream_update(hidden_states, stream, post, comb, pre)
+        return hidden_states, stream, pre
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,79 @@
+"""Compiles Triton kernels for GPUs that are not there: all that a launch would compile, without the launch.
+
+    with compile_only("sm_90") as compiled:
+        operation(tensors_on_the_cpu)          # reaches kernel[grid](...), past the dispatch
+    assert max(spills(kernel) for kernel in compiled) == 0
+
+The kernels get the very arguments of a real launch, so every specialisation is the one that dispatch would choose.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class AbsentDevice:
+    """As much of a Triton driver as compilation asks for. A name per device keeps the targets' caches apart."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.name]
+
+    def get_current_device(self) -> str:
+        return self.name
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def compile_only(name: str) -> Iterator[list]:
+    """Kernels launched inside are compiled for the target `name` and not run; yields the list of compiled kernels."""
+    compiled = []
+    run = JITFunction.run
+
+    def compile_instead(self, *args, grid, warmup, **kwargs):
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1]
+
+    driver = triton.runtime.driver
+    with (
+        mock.patch.object(JITFunction, "run", compile_instead),
+        mock.patch.object(driver, "_active", AbsentDevice(name)),
+    ):
+        yield compiled
+
+
+def resources(kernel, tmp_path: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes of local memory that it spills to (AMD: spilled vector registers times 4)."""
+    if "amdgcn" in kernel.asm:
+        registers, spilled = (
+            int(re.search(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"])[1])
+            for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        return registers, spilled * 4
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    report = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local

@@ -8,10 +8,15 @@ Run: `python benchmarks/ops.py`, `--help` for more. An operation is added as a f
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+
+# Threads that wait for each other sleep: while they spin, on a machine that is not idle, the others cannot run.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from tqdm import tqdm

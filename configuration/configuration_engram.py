@@ -184,6 +184,8 @@ class EngramConfig(PreTrainedConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
+        if self.attention_dropout == 1:
+            raise ValueError(f"`attention_dropout` must be below 1, got {self.attention_dropout!r}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) is not a multiple of `num_key_value_heads` "

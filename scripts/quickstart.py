@@ -41,10 +41,10 @@ PROMPT = "def __init__(self, "
 
 BACKBONE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
             "hc_mult": 1}  # fmt: skip
-MEMORY = {"engram_layer_ids": [0, 2], "engram_max_ngram_size": 3, "engram_n_heads": 4, "engram_vocab_size": 20_000}
+MEMORY = {"engram_layer_ids": [0, 2], "engram_max_ngram_size": 3, "engram_n_heads": 8, "engram_vocab_size": 50_000}
 TABLE_ROW_SIZE = 16
 LEARNING_RATE = 2e-3  # AdamW: everything but the tables
-TABLE_LEARNING_RATE = 0.1  # Adagrad: moves only the rows that a batch looks up, rare ones far, frequent ones little
+TABLE_LEARNING_RATE = 0.05  # Adagrad: moves only the rows that a batch looks up, rare ones far, frequent ones little
 
 WITH, WITHOUT = "with memory", "without memory"
 FIGURES_FILE, CURVES_FILE = "quickstart.json", "quickstart.png"

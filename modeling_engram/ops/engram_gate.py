@@ -79,9 +79,6 @@ def engram_gate_reference(
 
 # Eager: blocks of tokens small enough that what is computed for one stays in cache.
 
-# Elements of the stream up to which, without gradients, the formula is as it should be: a decode step, in which what
-# counts is the number of calls.
-SMALL = 2**16
 # Elements of the stream in a block. On CPU 1 MB in fp32 for each thread: smaller blocks would stay in a nearer cache,
 # but threads must meet after every operation of every block. Elsewhere enough to fill a device.
 CPU_BLOCK = 2**18
@@ -509,13 +506,12 @@ def _unsupported(hidden_states: torch.Tensor, *others: torch.Tensor) -> str | No
     return None
 
 
-def _formula_will_do(hidden_states: torch.Tensor, *others: torch.Tensor) -> bool:
-    # Compilers fuse the formula themselves, and would unroll the loop over blocks.
-    if torch.compiler.is_compiling() or hidden_states.is_meta:
-        return True
-    if hidden_states.numel() > SMALL:
-        return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden_states, *others)))
+def _formula_will_do(hidden_states: torch.Tensor) -> bool:
+    # Compilers fuse the formula themselves, and would unroll the loop over blocks. One token is a decode step, in
+    # which what counts is the number of calls. Never a question of gradients: a checkpointed layer, run once without
+    # and once with them, must give the same bits twice.
+    one_token = hidden_states.shape[:-2].numel() == 1
+    return one_token or torch.compiler.is_compiling() or hidden_states.is_meta
 
 
 def engram_gate(
@@ -553,7 +549,7 @@ def engram_gate(
         )
     unsupported = _unsupported(hidden_states, kv, q_weight, k_weight)
     backend = resolve_backend("engram_gate", backend, hidden_states, unsupported)
-    if backend == "eager" and _formula_will_do(hidden_states, kv, q_weight, k_weight):
+    if backend == "eager" and _formula_will_do(hidden_states):
         return engram_gate_reference(hidden_states, kv, q_weight, k_weight, token_mask, eps)
 
     dtype = compute_dtype(hidden_states.dtype)

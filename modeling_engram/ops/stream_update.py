@@ -245,8 +245,8 @@ def _update(hidden_states, stream, post, comb, pre, norm_weight, norm_eps, backe
     collapsed = normed = None
     with without_autocast(stream.device):
         record = needs_grad(hidden_states, stream, post, comb, pre, norm_weight)
-        one_token = not record and stream.shape[:-2].numel() == 1
         # Inductor fuses the formula; and for a decode step it has the fewest operations.
+        one_token = stream.shape[:-2].numel() == 1
         if backend == "eager" and (torch.compiler.is_compiling() or one_token):
             out = plain_stream_expand(hidden_states, stream, post, comb)
             if pre is not None:

@@ -422,11 +422,10 @@ def test_eager_is_what_runs_on_the_cpu(monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("tokens", [2, 40])
-def test_without_gradients(backend, device, tokens, monkeypatch):
-    """Small and large inputs: the same numbers as with gradients."""
-    monkeypatch.setattr(gate_module, "SMALL", 1000)
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_without_gradients(backend, device, tokens):
+    """The same bits as with gradients, which is what lets a checkpointed layer be computed again."""
     *tensors, grad_out = make_inputs((tokens,), 2, 40, device=device)
     mask = torch.arange(tokens, device=device) != 1
     expected, *_ = outcome(engram_gate, tensors, grad_out, mask, backend=backend)
-    torch.testing.assert_close(engram_gate(*tensors, mask, backend=backend), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(engram_gate(*tensors, mask, backend=backend), expected)

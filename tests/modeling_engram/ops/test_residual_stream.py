@@ -266,6 +266,23 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_same_bits_without_gradients(backend, device, tokens):
+    """What lets a checkpointed layer, run once without and once with gradients, be computed again.
+
+    A single token is left out: `mix_one_token` cannot record gradients.
+    """
+    for inputs, function in (
+        (mixes_inputs(1, tokens, 4, 24), lambda *v: stream_mixes.stream_mixes(*v, NORM_EPS, HC_EPS, ITERS, backend)),
+        (update_inputs(1, tokens, 4, 24), lambda *v: stream_update.stream_update(*v, NORM_EPS, backend)),
+    ):
+        inputs = to(device, inputs)
+        expected = function(*(value.requires_grad_() for value in inputs))
+        with torch.no_grad():
+            actual = function(*inputs)
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(backend, device, layout):
     """Any strides; the first layer's stream is one embedding expanded."""

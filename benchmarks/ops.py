@@ -2,7 +2,8 @@
 
 Every operation, shape and dtype is measured in one run, its implementations taken in turn: "ours" (what `backend=None`
 chooses: Triton kernels on a GPU, eager blocks on a CPU), "formula" (the plain PyTorch that it replaces) and, with
-`--compile`, torch.compile of that formula. "must move" counts each input read once and each output written once.
+`--compile`, torch.compile of that formula; where liger-kernel is installed and there is a GPU for it, also its mHC
+kernels. "must move" counts each input read once and each output written once. "step" is a whole training step.
 Run: `python benchmarks/ops.py`, `--help` for more. An operation is added as a function in OPERATIONS.
 """
 
@@ -12,19 +13,31 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from unittest import mock
 
 
 # Threads that wait for each other sleep: while they spin, on a machine that is not idle, the others cannot run.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from torch.nn import functional as F
 from tqdm import tqdm
 
+from hf_engram import EngramConfig, EngramForCausalLM
+from hf_engram.modeling_engram import engram_layer, engram_memory, hyper_connection
 from hf_engram.modeling_engram.ops.engram_gate import engram_gate, engram_gate_reference
+from hf_engram.modeling_engram.ops.gather_rows import gather_rows, gather_rows_reference
 from hf_engram.modeling_engram.ops.residual_stream import stream_mixes, stream_update
 from hf_engram.modeling_engram.ops.stream_mixes import plain_stream_mixes
 from hf_engram.modeling_engram.ops.stream_update import plain_stream_collapse, plain_stream_expand
+
+
+try:
+    from liger_kernel.transformers.functional import liger_mhc_post_res, liger_mhc_pre
+except ImportError:
+    liger_mhc_post_res = None
 
 
 @dataclass
@@ -36,6 +49,7 @@ class Problem:
         implementations: by name, functions of `inputs`; the first is ours, "formula" what it is compared with.
         inputs: leaves; those that require gradients get them.
         forward_bytes, backward_bytes: what must move; without a backward, 0.
+        compiles: whether torch.compile can take the formula.
     """
 
     shape: str
@@ -44,6 +58,7 @@ class Problem:
     forward_bytes: int
     backward_bytes: int = 0
     grad_out: torch.Tensor | tuple[torch.Tensor, ...] | None = field(default=None)
+    compiles: bool = True
 
 
 def gate(dtype: torch.dtype, device: torch.device) -> Problem:
@@ -89,6 +104,11 @@ def mixes(dtype: torch.dtype, device: torch.device) -> Problem:
     )
 
 
+def plain_stream_update(y, x, post, comb, pre):
+    out = plain_stream_expand(y, x, post, comb)
+    return out, plain_stream_collapse(out, pre)
+
+
 def update(dtype: torch.dtype, device: torch.device) -> Problem:
     """The stream's single pass: expand after a sublayer, collapse for the next."""
     tokens, copies, dim = (4096, 4, 5120) if device.type == "cuda" else (2048, 4, 1024)
@@ -97,13 +117,16 @@ def update(dtype: torch.dtype, device: torch.device) -> Problem:
     post, pre = torch.rand(1, tokens, copies, device=device), torch.rand(1, tokens, copies, device=device)
     comb = torch.rand(1, tokens, copies, copies, device=device)
 
-    def formula(y, x, post, comb, pre):
-        out = plain_stream_expand(y, x, post, comb)
-        return out, plain_stream_collapse(out, pre)
+    def liger(y, x, post, comb, pre):
+        out = liger_mhc_post_res(x, y, post, comb.transpose(-1, -2))
+        return out, liger_mhc_pre(out, pre)
 
+    implementations = {"ours": stream_update, "formula": plain_stream_update}
+    if liger_mhc_post_res is not None and device.type == "cuda":
+        implementations["liger"] = liger
     return Problem(
         shape=f"T={tokens} H={copies} D={dim}",
-        implementations={"ours": stream_update, "formula": formula},
+        implementations=implementations,
         inputs=[tensor.requires_grad_() for tensor in (y, x, post, comb, pre)],
         # y, x -> out, h; then y, x, grad_out, grad_h -> grad_y, grad_x.
         forward_bytes=2 * x.nbytes + 2 * y.nbytes,
@@ -112,7 +135,121 @@ def update(dtype: torch.dtype, device: torch.device) -> Problem:
     )
 
 
-OPERATIONS = {"gate": gate, "mixes": mixes, "update": update}
+def plain_gather(table: torch.Tensor, row_ids: torch.Tensor, sparse_grad: bool = True) -> torch.Tensor:
+    return F.embedding(row_ids, table, sparse=sparse_grad).flatten(-2)
+
+
+def draw_row_ids(device: torch.device) -> tuple[torch.Tensor, int, int]:
+    """Row ids of one layer, some far more often than others; the number of rows, and of those that are fetched."""
+    tokens, columns, rows = (4096, 24, 4_000_000) if device.type == "cuda" else (1024, 24, 200_000)
+    row_ids = (torch.rand(1, tokens, columns, device=device).pow(3) * rows).long()
+    return row_ids, rows, row_ids.unique().numel()
+
+
+def gather(dtype: torch.dtype, device: torch.device) -> Problem:
+    """Rows of a float table, with sparse gradients, coalesced as optimizers need them."""
+    row_ids, rows, distinct = draw_row_ids(device)
+    tokens, columns, dim = *row_ids.shape[1:], 256
+    table = torch.randn(rows, dim, dtype=dtype, device=device).requires_grad_()
+    grad_out = torch.randn(1, tokens, columns * dim, dtype=dtype, device=device)
+    fetched = distinct * dim * dtype.itemsize
+    return Problem(
+        shape=f"T={tokens} C={columns} d={dim}",
+        implementations={
+            "ours": lambda table: gather_rows(table, row_ids, sparse_grad=True),
+            "formula": lambda table: plain_gather(table, row_ids),
+        },
+        inputs=[table],
+        # ids, rows -> out; then ids, grad_out -> gradients of the rows.
+        forward_bytes=row_ids.nbytes + fetched + grad_out.nbytes,
+        backward_bytes=row_ids.nbytes + grad_out.nbytes + fetched,
+        grad_out=grad_out,
+    )
+
+
+def gather_fp8(dtype: torch.dtype, device: torch.device) -> Problem:
+    """Rows of a quantised table, which has no gradient, in `dtype`."""
+    row_ids, rows, distinct = draw_row_ids(device)
+    tokens, columns, dim, block = *row_ids.shape[1:], 256, 32
+    table = torch.randint(0, 127, (rows, dim), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = torch.randint(110, 140, (rows, dim // block), dtype=torch.uint8, device=device)
+    scales = scales.view(torch.float8_e8m0fnu)
+    return Problem(
+        shape=f"T={tokens} C={columns} d={dim}",
+        implementations={
+            "ours": lambda: gather_rows(table, row_ids, scales, dtype),
+            "formula": lambda: gather_rows_reference(table, row_ids, scales, dtype),
+        },
+        inputs=[],
+        forward_bytes=row_ids.nbytes + distinct * (dim + dim // block) + tokens * columns * dim * dtype.itemsize,
+        compiles=False,  # Inductor has no code for e8m0.
+    )
+
+
+def step(dtype: torch.dtype, device: torch.device) -> Problem:
+    """Forward and backward of a small model, against the same model with the formulas in place of the operations."""
+    on_gpu = device.type == "cuda"
+    width, layers, tokens, rows = (1024, 8, 4096, 2_000_000) if on_gpu else (256, 4, 512, 50_000)
+    config = EngramConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        hc_mult=4,
+        engram_layer_ids=[1, layers // 2 + 1],
+        engram_vocab_size=rows // 16,
+        engram_max_ngram_size=3,
+        engram_n_heads=8,
+        engram_head_dim=width // 16,
+    )
+    model = EngramForCausalLM(config).to(device, dtype)
+    model.model.engram_memory.sparse_grad = True
+    input_ids = (torch.rand(1, tokens, device=device).pow(3) * config.vocab_size).long()
+
+    def loss(*parameters: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+
+    def formula(*parameters: torch.Tensor) -> torch.Tensor:
+        plain = {
+            engram_layer: {"engram_gate": engram_gate_reference},
+            engram_memory: {"gather_rows": plain_gather},
+            hyper_connection: {
+                "stream_mixes": plain_stream_mixes,
+                "stream_collapse": plain_stream_collapse,
+                "stream_expand": plain_stream_expand,
+                "stream_update": plain_stream_update,
+            },
+        }
+        with ExitStack() as patches:
+            for module, functions in plain.items():
+                patches.enter_context(mock.patch.multiple(module, **functions))
+            return loss(*parameters)
+
+    loss().backward()
+    inputs = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    weights = sum(parameter.nbytes for name, parameter in model.named_parameters() if "engram_memory" not in name)
+    return Problem(
+        shape=f"T={tokens} H=4 D={width} layers={layers}",
+        implementations={"ours": loss, "formula": formula},
+        inputs=inputs,
+        # Of a model's traffic only the weights are certain: read twice, their gradients written.
+        forward_bytes=weights,
+        backward_bytes=2 * weights,
+        compiles=False,
+    )
+
+
+OPERATIONS = {
+    "gate": gate,
+    "mixes": mixes,
+    "update": update,
+    "gather": gather,
+    "gather_fp8": gather_fp8,
+    "step": step,
+}
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
@@ -157,13 +294,14 @@ def copy_bandwidth(device: torch.device, rounds: int) -> float:
 
 def forward_and_backward(problem: Problem, implementation: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
     out = implementation(*problem.inputs)
-    return (out, *torch.autograd.grad(out, problem.inputs, problem.grad_out))
+    grads = torch.autograd.grad(out, problem.inputs, problem.grad_out)
+    return (out, *(grad.coalesce() if grad.is_sparse else grad for grad in grads))
 
 
 def measure(problem: Problem, device: torch.device, rounds: int, compiled: bool, bandwidth: float) -> list[dict]:
     """A row for each implementation and pass."""
     implementations = dict(problem.implementations)
-    if compiled:
+    if compiled and problem.compiles:
         implementations["torch.compile"] = torch.compile(problem.implementations["formula"], fullgraph=True)
     passes = {"forward": (lambda function: function(*problem.inputs), problem.forward_bytes)}
     if problem.backward_bytes:
@@ -220,7 +358,7 @@ def main() -> None:
 
     print(f"{name}, torch {torch.__version__}; a copy moves {bandwidth / 1e9:.1f} GB/s")
     columns = ["op", "dtype", "pass", "implementation", "ms", "speedup", "peak MB", "must move MB", "GB/s", "of copy"]
-    formats = ["{:6}", "{:9}", "{:19}", "{:15}", "{:>9}", "{:>8}", "{:>9}", "{:>13}", "{:>7}", "{:>8}"]
+    formats = ["{:10}", "{:9}", "{:19}", "{:15}", "{:>9}", "{:>8}", "{:>9}", "{:>13}", "{:>7}", "{:>8}"]
     print(" ".join(form.format(column) for form, column in zip(formats, columns, strict=True)))
     for row in rows:
         cells = [row["op"], row["dtype"], row["pass"], row["implementation"], f"{row['ms']:.3f}"]

@@ -2,7 +2,8 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from .ops.gather_rows import gather_rows
 
 
 class EngramMemory(nn.Module):
@@ -18,7 +19,7 @@ class EngramMemory(nn.Module):
     Attributes:
         tables (`nn.ModuleList`): one `nn.Embedding` `[rows, engram_head_dim]` per Engram layer, in the order of
             `engram_layer_ids`.
-        sparse_grad (`bool`): whether tables get sparse gradients (only the rows of the batch), as
+        sparse_grad (`bool`): whether tables get sparse gradients (only the rows of the batch, each once), as
             `torch.optim.SparseAdam` takes them. False by default, since AdamW and the Trainer take dense gradients
             only.
     """
@@ -39,8 +40,7 @@ class EngramMemory(nn.Module):
         Returns:
             list of `[B, L, C * engram_head_dim]`, one per Engram layer, on the device of `hash_ids`.
         """
-        rows = []
-        for index, table in enumerate(self.tables):
-            ids = hash_ids[:, :, index].to(table.weight.device)
-            rows.append(F.embedding(ids, table.weight, sparse=self.sparse_grad).flatten(-2).to(hash_ids.device))
-        return rows
+        return [
+            gather_rows(table.weight, hash_ids[:, :, index], sparse_grad=self.sparse_grad)
+            for index, table in enumerate(self.tables)
+        ]

@@ -24,11 +24,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
+from transformers import DynamicCache
 
 from hf_engram import EngramConfig, EngramForCausalLM
 from hf_engram.modeling_engram import engram_layer, engram_memory, hyper_connection
+from hf_engram.modeling_engram.ngram_hasher import NgramHasher
+from hf_engram.modeling_engram.ngram_history import read_history
 from hf_engram.modeling_engram.ops.engram_gate import engram_gate, engram_gate_reference
 from hf_engram.modeling_engram.ops.gather_rows import gather_rows, gather_rows_reference
+from hf_engram.modeling_engram.ops.ngram_hash import ngram_hash, ngram_hash_reference
 from hf_engram.modeling_engram.ops.residual_stream import stream_mixes, stream_update
 from hf_engram.modeling_engram.ops.stream_mixes import plain_stream_mixes
 from hf_engram.modeling_engram.ops.stream_update import plain_stream_collapse, plain_stream_expand
@@ -242,6 +246,60 @@ def step(dtype: torch.dtype, device: torch.device) -> Problem:
     )
 
 
+def hasher(device: torch.device) -> tuple[NgramHasher, tuple]:
+    """V4.1's two Engram layers of 24 columns, and what an n-gram hash takes beside the token ids."""
+    config = EngramConfig(
+        vocab_size=129280,
+        engram_layer_ids=[1, 14],
+        engram_vocab_size=16_000_000,
+        engram_max_ngram_size=4,
+        engram_n_heads=8,
+        num_hidden_layers=15,
+    )
+    module = NgramHasher(config).to(device)
+    module.check()
+    return module, (module.token_map, module.pad_id, module.multipliers, module.primes, module.offsets)
+
+
+def hash_tokens(dtype: torch.dtype, device: torch.device) -> Problem:
+    """Row ids of both layers for a whole sequence. On CPU ours are NumPy's memory, not in "peak MB"."""
+    tokens = 4096 if device.type == "cuda" else 100_000
+    module, constants = hasher(device)
+    input_ids = torch.randint(0, module.config.vocab_size, (1, tokens), dtype=dtype, device=device)
+    columns = module.primes.numel()
+    return Problem(
+        shape=f"T={tokens} C={columns}",
+        implementations={
+            "ours": lambda: ngram_hash(input_ids, *constants),
+            "formula": lambda: ngram_hash_reference(input_ids, *constants),
+        },
+        inputs=[],
+        # ids, map -> row ids, encoded tokens.
+        forward_bytes=input_ids.nbytes + tokens * (4 + 8 * columns + 8),
+    )
+
+
+def hash_step(dtype: torch.dtype, device: torch.device) -> Problem:
+    """One token with a cache, through the model's hasher; the formula goes without the cache's upkeep."""
+    module, constants = hasher(device)
+    cache = DynamicCache(config=module.config)
+    input_ids = torch.randint(0, module.config.vocab_size, (1, 32), dtype=dtype, device=device)
+    module(input_ids, cache=cache)
+    history = read_history(cache, module.config.engram_layer_ids[0], 3)
+    token = input_ids[:, :1].clone()
+    return Problem(
+        shape=f"T=1 C={module.primes.numel()}",
+        implementations={
+            "ours": lambda: module(token, cache=cache),
+            "formula": lambda: ngram_hash_reference(token, *constants, history=history),
+        },
+        inputs=[],
+        forward_bytes=token.nbytes + 4 + 8 * module.primes.numel() + 8,
+    )
+
+
+# Their dtype is that of the token ids.
+INTEGER_OPERATIONS = {"hash": hash_tokens, "hash_step": hash_step}
 OPERATIONS = {
     "gate": gate,
     "mixes": mixes,
@@ -249,6 +307,7 @@ OPERATIONS = {
     "gather": gather,
     "gather_fp8": gather_fp8,
     "step": step,
+    **INTEGER_OPERATIONS,
 }
 
 
@@ -258,6 +317,8 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
         function()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # About a millisecond, in which launches queue up: a kernel of microseconds would be timed waiting for its own.
+    torch.cuda._sleep(2**21)
     begin.record()
     function()
     end.record()
@@ -351,7 +412,8 @@ def main() -> None:
     bandwidth = copy_bandwidth(device, args.rounds)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = []
-    for op, dtype in tqdm([(op, dtype) for op in args.ops for dtype in args.dtypes], desc="problems"):
+    problems = [(op, dtype) for op in args.ops for dtype in (["int64"] if op in INTEGER_OPERATIONS else args.dtypes)]
+    for op, dtype in tqdm(problems, desc="problems"):
         problem = OPERATIONS[op](getattr(torch, dtype), device)
         for row in measure(problem, device, args.rounds, args.compile, bandwidth):
             rows.append({"op": op, "dtype": dtype, **row})

@@ -5,14 +5,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from ..tokenization.ngram_hashing import (
-    build_multipliers,
-    document_starts,
-    encode_stream,
-    hash_stream,
-)
+from ..tokenization.ngram_hashing import build_multipliers
 from ..tokenization.token_map import token_map_sha256
-from .ngram_history import extend_history
+from .ngram_history import append_history, read_history
+from .ops.ngram_hash import ngram_hash
 
 
 # In the token map, an id whose compressed id is not known yet.
@@ -179,15 +175,21 @@ class NgramHasher(nn.Module):
         """
         if not self.is_checked:
             self.check()
-        compressed = self.token_map[input_ids].long()
-        starts = None if position_ids is None else document_starts(position_ids)
-        stream = extend_history(
-            encode_stream(compressed, dead, starts),
-            cache,
-            layer_idx=self.config.engram_layer_ids[0],
-            length=self.config.engram_max_ngram_size - 1,
+        layer_idx, length = self.config.engram_layer_ids[0], self.config.engram_max_ngram_size - 1
+        hash_ids, encoded = ngram_hash(
+            input_ids,
+            self.token_map,
+            self.pad_id,
+            self.multipliers,
+            self.primes,
+            self.offsets,
+            dead,
+            position_ids,
+            history=None if cache is None else read_history(cache, layer_idx, length),
         )
-        return hash_stream(stream, self.pad_id, self.multipliers, self.primes, self.offsets)
+        if cache is not None:
+            append_history(encoded, cache, layer_idx, length)
+        return hash_ids
 
     def check_hash_ids(self, hash_ids: torch.Tensor, batch: int, length: int) -> None:
         """Checks hash ids that were computed elsewhere (the tokenizer): shape, dtype, and every column's bucket range.

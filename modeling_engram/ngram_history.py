@@ -108,24 +108,26 @@ def has_history(cache: Cache, layer_idx: int) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin) and cache.has_previous_state(layer_idx, state_idx=0)
 
 
-def extend_history(stream: torch.Tensor, cache: Cache | None, layer_idx: int, length: int) -> torch.Tensor:
-    """Puts the history before `stream`, and `stream` into the history.
+def read_history(cache: Cache, layer_idx: int, length: int) -> torch.Tensor | None:
+    """The last tokens that the cache has seen.
 
     Args:
-        stream: int64 `[B, L]` from `encode_stream`.
-        cache: the cache that holds the history, or None for a sequence that starts here.
+        cache: the cache that holds the history, or has room for it.
         layer_idx: the cache layer that keeps the history (the first Engram layer's).
         length: N - 1, tokens of history.
 
     Returns:
-        int64 `[B, length + L]`, `DEAD` where the sequence has no history.
+        int64 `[B, length]` as `encode_stream` gives them, `DEAD` before the sequence; None where there are none yet.
+        The cache may write its next tokens into this tensor.
 
     Raises:
         ValueError: the cache keeps no history, or holds tokens that were put there without one.
     """
-    if cache is None:
-        return F.pad(stream, (length, 0), value=DEAD)
-    if not has_history(cache, layer_idx) and cache.get_seq_length() == 0:
+    if has_history(cache, layer_idx):
+        # A cache that records the past for a rollback holds all of it.
+        return cache.layers[layer_idx].conv_states[0][:, -length:]
+    seen = cache.get_seq_length()
+    if seen == 0:
         make_place(cache, layer_idx)
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -134,15 +136,17 @@ def extend_history(stream: torch.Tensor, cache: Cache | None, layer_idx: int, le
             f"{layer_idx} is {type(layer).__name__}): make it with the model's config, e.g. "
             "`DynamicCache(config=model.config)` or `StaticCache(config=model.config, max_cache_len=...)`."
         )
-    if cache.has_previous_state(layer_idx, state_idx=0):
-        extended = cache.update_conv_state(stream, layer_idx, state_idx=0, conv_kernel_size=length)
-        # A cache that records the past for a rollback returns all of it.
-        return extended[:, -(length + stream.shape[1]) :]
-    if cache.get_seq_length() > 0:
+    if seen > 0:
         raise ValueError(
-            f"The cache holds {int(cache.get_seq_length())} tokens but not their n-gram history, since they were "
+            f"The cache holds {int(seen)} tokens but not their n-gram history, since they were "
             "given as `inputs_embeds` without `input_ids`: give `input_ids`, or `use_cache=False`."
         )
-    extended = F.pad(stream, (length, 0), value=DEAD)
-    cache.update_conv_state(extended, layer_idx, state_idx=0, conv_kernel_size=length)
-    return extended
+    return None
+
+
+def append_history(encoded: torch.Tensor, cache: Cache, layer_idx: int, length: int) -> None:
+    """Puts tokens int64 `[B, L]` from `encode_stream` into the history that `read_history` found a place for."""
+    if not has_history(cache, layer_idx):
+        # The cache pads with 0, which is a token's id.
+        encoded = F.pad(encoded, (length, 0), value=DEAD)
+    cache.update_conv_state(encoded, layer_idx, state_idx=0, conv_kernel_size=length)

@@ -22,7 +22,7 @@ LM_EVAL := .venv-lm-eval
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PARALLEL = -n $(WORKERS) --maxprocesses $(MAX_WORKERS) --dist worksteal
-COMPAT_TESTS = tests/configuration tests/modeling_engram tests/tokenization
+COMPAT_TESTS = tests/configuration tests/convert tests/modeling_engram tests/tokenization
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -1,5 +1,6 @@
 """The Engram language model: a Llama-style decoder with a multi-copy residual stream and n-gram memory."""
 
+import importlib
 import inspect
 import os
 import warnings
@@ -412,6 +413,14 @@ class EngramModel(EngramPreTrainedModel):
         return dict(zip(self.config.engram_layer_ids, self.engram_memory(hash_ids), strict=True))
 
 
+def _convert_module() -> Any:
+    """The package's conversion, which does not travel to the Hub."""
+    try:
+        return importlib.import_module("hf_engram.convert")
+    except ModuleNotFoundError as error:
+        raise ImportError("Conversion needs the package itself: install hf-engram.") from error
+
+
 class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
     """The decoder with a language modelling head."""
 
@@ -424,6 +433,24 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
         self.post_init()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        model_or_path: Any,
+        tokenizer: Any = None,
+        engram_layer_ids: list[int] | None = None,
+        hc_mult: int = 1,
+        **engram_fields: Any,
+    ) -> "EngramForCausalLM":
+        """A pretrained decoder (Llama, Mistral, Qwen, ...) with memory, which computes what it did before. See the
+        package's `convert.convert_backbone`, which has these arguments, and returns the tokenizer beside the model."""
+        convert = _convert_module().convert_backbone
+        return convert(model_or_path, tokenizer, engram_layer_ids, hc_mult, model_class=cls, **engram_fields)[0]
+
+    def drop_memory(self) -> PreTrainedModel:
+        """The decoder without its memory, of Transformers' own class: see the package's `convert.drop_memory`."""
+        return _convert_module().drop_memory(self)
 
     @can_return_tuple
     def forward(

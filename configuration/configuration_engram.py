@@ -70,6 +70,7 @@ class EngramConfig(PreTrainedConfig):
         engram_token_map_size (`int`, *optional*): number of token ids in the tokenizer's map to compressed ids.
         engram_token_map_sha256 (`str`, *optional*): sha256 of that map as little-endian int32, by which another
             tokenizer is refused.
+        backbone_model_type (`str`, *optional*): `model_type` of the decoder that the model was converted from.
 
     Raises:
         ValueError: a field is out of its range, or disagrees with another; the message names both and the remedy.
@@ -113,6 +114,7 @@ class EngramConfig(PreTrainedConfig):
     engram_num_embeddings: list[int] | None = None
     engram_token_map_size: int | None = None
     engram_token_map_sha256: str | None = None
+    backbone_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):

@@ -287,7 +287,7 @@ def drop_memory(model: EngramForCausalLM) -> PreTrainedModel:
             "residual stream through weights of their own, which no other architecture has a place for. Memory can "
             "be dropped from a model that was converted with `hc_mult=1`."
         )
-    recorded = getattr(config, "backbone_model_type", None)
+    recorded = config.backbone_model_type
     refusals = []
     for model_type in FAMILIES if recorded is None else [recorded]:
         try:

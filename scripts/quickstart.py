@@ -41,10 +41,13 @@ PROMPT = "def __init__(self, "
 
 BACKBONE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
             "hc_mult": 1}  # fmt: skip
-MEMORY = {"engram_layer_ids": [0, 2], "engram_max_ngram_size": 3, "engram_n_heads": 8, "engram_vocab_size": 50_000}
+MEMORY = {"engram_layer_ids": [1, 3], "engram_max_ngram_size": 3, "engram_n_heads": 8, "engram_vocab_size": 50_000}
 TABLE_ROW_SIZE = 16
 LEARNING_RATE = 2e-3  # AdamW: everything but the tables
-TABLE_LEARNING_RATE = 0.05  # Adagrad: moves only the rows that a batch looks up, rare ones far, frequent ones little
+PROJECTION_STD = 0.1  # of the weights that read table rows
+# Adagrad moves only the rows that a batch looks up: rare ones far, frequent ones little, and none far for a gradient
+# that is small beside most (squared, about what its sums start at).
+TABLE_LEARNING_RATE, TABLE_GRADIENT_SQUARED = 0.1, 1e-9
 
 WITH, WITHOUT = "with memory", "without memory"
 FIGURES_FILE, CURVES_FILE = "quickstart.json", "quickstart.png"
@@ -124,6 +127,13 @@ def make_twins(tokenizer: EngramTokenizer, max_length: int) -> dict[str, EngramF
     }
     config = EngramConfig(**backbone, engram_head_dim=TABLE_ROW_SIZE, **tokenizer.engram_fields())
     model = EngramForCausalLM(config).bind_tokenizer(tokenizer)
+    # Rows of zeros, read by random weights, add as little at first as the default (random rows, a value read by zeros),
+    # but learn faster where a model is trained from scratch.
+    with torch.no_grad():
+        for table in model.model.engram_memory.tables:
+            table.weight.zero_()
+        for layer_id in config.engram_layer_ids:
+            model.model.layers[layer_id].engram.wkv.weight.normal_(std=PROJECTION_STD)
     twin = EngramForCausalLM(EngramConfig(**backbone, engram_layer_ids=[]))
     # A fresh Engram layer adds nothing, so with equal weights both start as the same function.
     twin.load_state_dict(model.state_dict(), strict=False)
@@ -140,7 +150,11 @@ class Trainer:
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=LEARNING_RATE)]
         if tables:
             model.model.engram_memory.sparse_grad = True
-            self.optimizers.append(torch.optim.Adagrad(list(tables.values()), lr=TABLE_LEARNING_RATE))
+            self.optimizers.append(
+                torch.optim.Adagrad(
+                    list(tables.values()), lr=TABLE_LEARNING_RATE, initial_accumulator_value=TABLE_GRADIENT_SQUARED
+                )
+            )
         warmup = min(40, steps)
 
         def schedule(step: int) -> float:
@@ -236,7 +250,7 @@ def parse_args() -> argparse.Namespace:
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=formatter)
     parser.add_argument("--output", type=Path, default="runs/quickstart", help="folder for the model and the figures")
-    parser.add_argument("--steps", type=count, default=320, help="training steps of each model")
+    parser.add_argument("--steps", type=count, default=400, help="training steps of each model")
     parser.add_argument("--batch-size", type=count, default=16, help="blocks of text a step")
     parser.add_argument("--block-size", type=count, default=128, help="tokens a block")
     parser.add_argument("--held-out-blocks", type=count, default=160, help="blocks that the models are compared on")

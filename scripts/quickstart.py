@@ -127,8 +127,8 @@ def make_twins(tokenizer: EngramTokenizer, max_length: int) -> dict[str, EngramF
     }
     config = EngramConfig(**backbone, engram_head_dim=TABLE_ROW_SIZE, **tokenizer.engram_fields())
     model = EngramForCausalLM(config).bind_tokenizer(tokenizer)
-    # Rows of zeros, read by random weights, add as little at first as the default (random rows, a value read by zeros),
-    # but learn faster where a model is trained from scratch.
+    # Rows of zeros, read by random weights, add as little at first as the default (random rows, a value read by
+    # zeros), but learn faster where a model is trained from scratch.
     with torch.no_grad():
         for table in model.model.engram_memory.tables:
             table.weight.zero_()

@@ -9,6 +9,7 @@ from ..tokenization.ngram_hashing import build_layout
 from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
 
 
+PLACEMENTS = ("device", "cpu", "disk")
 SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -21,6 +22,23 @@ SIZE_FIELDS = (
     "hc_mult",
     "hc_sinkhorn_iters",
 )
+
+
+def placement_of_each(placement: str | list[str], n_layers: int) -> list[str]:
+    """The placement of each Engram layer's table, from one for all or a list.
+
+    Raises:
+        ValueError: not a placement, or not as many as there are Engram layers.
+    """
+    is_one = isinstance(placement, str)
+    values = [placement] if is_one else placement
+    is_list = isinstance(values, (list, tuple)) and all(value in PLACEMENTS for value in values)
+    if not is_list or not (is_one or len(values) == n_layers):
+        raise ValueError(
+            f"`engram_placement` must be one of {PLACEMENTS}, or a list of {n_layers} of them, one for each Engram "
+            f"layer, got {placement!r}."
+        )
+    return values * n_layers if is_one else list(values)
 
 
 class EngramConfig(PreTrainedConfig):
@@ -70,6 +88,10 @@ class EngramConfig(PreTrainedConfig):
         engram_token_map_size (`int`, *optional*): number of token ids in the tokenizer's map to compressed ids.
         engram_token_map_sha256 (`str`, *optional*): sha256 of that map as little-endian int32, by which another
             tokenizer is refused.
+        engram_placement (`str` or `list[str]`, defaults to `"device"`): where the tables live, for all Engram layers
+            or one by one: `"device"` beside the model, `"cpu"` in host memory, or `"disk"` in the file that they are
+            loaded from.
+        engram_scale_block_size (`int`, defaults to 32): columns of a row of an fp8 table that share one scale.
         backbone_model_type (`str`, *optional*): `model_type` of the decoder that the model was converted from.
 
     Raises:
@@ -114,6 +136,8 @@ class EngramConfig(PreTrainedConfig):
     engram_num_embeddings: list[int] | None = None
     engram_token_map_size: int | None = None
     engram_token_map_sha256: str | None = None
+    engram_placement: str | list[str] | tuple[str, ...] = "device"
+    engram_scale_block_size: int = 32
     backbone_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -226,6 +250,8 @@ class EngramConfig(PreTrainedConfig):
         self._check_int("engram_max_ngram_size", minimum=2)
         for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
             self._check_int(name, minimum=1)
+        self._check_int("engram_scale_block_size", minimum=1)
+        placement_of_each(self.engram_placement, len(ids))
         if self.engram_compressed_vocab_size > self.vocab_size:
             raise ValueError(
                 f"`engram_compressed_vocab_size` ({self.engram_compressed_vocab_size}) exceeds `vocab_size` "

@@ -30,10 +30,13 @@ from ..tokenization.token_map import token_map_sha256
 from .decoder_layer import EngramAttention, EngramDecoderLayer
 from .engram_layer import EngramLayer
 from .engram_memory import EngramMemory
+from .engram_table import EngramTable
 from .hyper_connection import HyperConnection
 from .model_card import write_model_card
 from .ngram_hasher import NgramHasher
 from .ngram_history import has_history
+from .placement_mixin import EngramPlacementMixin
+from .row_request import RowRequest, awaited
 
 
 # Transformers renamed `past_key_values` to `cache` between 5.17 and 5.24; both ends are served.
@@ -49,7 +52,7 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
     return cache if cache is not None else past_key_values
 
 
-class EngramPreTrainedModel(PreTrainedModel):
+class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
     """What all Engram models share: initialisation, loading, and the way from token ids to hash ids."""
 
     config: EngramConfig
@@ -68,6 +71,8 @@ class EngramPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, EngramTable) and not module.is_float_parameter:
+            return
         super()._init_weights(module)
         if isinstance(module, EngramLayer):
             init.ones_(module.q_weight)
@@ -100,6 +105,7 @@ class EngramPreTrainedModel(PreTrainedModel):
     ):
         """As [`PreTrainedModel.from_pretrained`], but nothing of the decoder may be missing from the checkpoint or
         left over, and the hash's constants and token map must be those of the config. Heads may be new, as usual.
+        `engram_placement="device"`, `"cpu"` or `"disk"` says where the tables live, see [`EngramConfig`].
 
         Raises:
             ValueError: the weights and config.json are not of the same model.
@@ -367,7 +373,7 @@ class EngramModel(EngramPreTrainedModel):
                 hidden_states,
                 stream,
                 pre,
-                embeddings.get(index),
+                awaited(embeddings.get(index)),
                 live,
                 attention_mask=causal_mask,
                 position_ids=position_ids,
@@ -388,8 +394,9 @@ class EngramModel(EngramPreTrainedModel):
         live: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
-    ) -> dict[int, torch.Tensor]:
-        """Rows `[B, L, C * engram_head_dim]` of every Engram layer by its index, and the cache's history moved on."""
+    ) -> dict[int, torch.Tensor | RowRequest]:
+        """Rows `[B, L, C * engram_head_dim]` of every Engram layer by its index, there or on their way; and the
+        cache's history moved on."""
         if self.engram_hasher is None:
             return {}
         if input_ids is None:
@@ -410,7 +417,8 @@ class EngramModel(EngramPreTrainedModel):
             hash_ids = computed
         else:
             self.engram_hasher.check_hash_ids(hash_ids, *inputs_embeds.shape[:2])
-        return dict(zip(self.config.engram_layer_ids, self.engram_memory(hash_ids), strict=True))
+        rows = self.engram_memory(hash_ids, dtype=inputs_embeds.dtype, wait=False)
+        return dict(zip(self.config.engram_layer_ids, rows, strict=True))
 
 
 def _convert_module() -> Any:

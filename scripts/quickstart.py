@@ -44,7 +44,7 @@ BACKBONE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4
 MEMORY = {"engram_layer_ids": [1, 3], "engram_max_ngram_size": 3, "engram_n_heads": 8, "engram_vocab_size": 50_000}
 TABLE_ROW_SIZE = 16
 LEARNING_RATE = 2e-3  # AdamW: everything but the tables
-PROJECTION_STD = 0.1  # of the weights that read table rows
+VALUE_STD = 0.1  # of the weights that turn table rows into what is written
 # Adagrad moves only the rows that a batch looks up: rare ones far, frequent ones little, and none far for a gradient
 # that is small beside most (squared, about what its sums start at).
 TABLE_LEARNING_RATE, TABLE_GRADIENT_SQUARED = 0.1, 1e-9
@@ -127,13 +127,13 @@ def make_twins(tokenizer: EngramTokenizer, max_length: int) -> dict[str, EngramF
     }
     config = EngramConfig(**backbone, engram_head_dim=TABLE_ROW_SIZE, **tokenizer.engram_fields())
     model = EngramForCausalLM(config).bind_tokenizer(tokenizer)
-    # Rows of zeros, read by random weights, add as little at first as the default (random rows, a value read by
-    # zeros), but learn faster where a model is trained from scratch.
+    # Rows of zeros, read by random weights, write as little at first as the default (random rows, read by zeros), but
+    # learn faster where a model is trained from scratch.
     with torch.no_grad():
         for table in model.model.engram_memory.tables:
             table.weight.zero_()
         for layer_id in config.engram_layer_ids:
-            model.model.layers[layer_id].engram.wkv.weight.normal_(std=PROJECTION_STD)
+            model.model.layers[layer_id].engram.wkv.weight[-config.hidden_size :].normal_(std=VALUE_STD)
     twin = EngramForCausalLM(EngramConfig(**backbone, engram_layer_ids=[]))
     # A fresh Engram layer adds nothing, so with equal weights both start as the same function.
     twin.load_state_dict(model.state_dict(), strict=False)

@@ -250,7 +250,7 @@ def parse_args() -> argparse.Namespace:
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=formatter)
     parser.add_argument("--output", type=Path, default="runs/quickstart", help="folder for the model and the figures")
-    parser.add_argument("--steps", type=count, default=400, help="training steps of each model")
+    parser.add_argument("--steps", type=count, default=500, help="training steps of each model")
     parser.add_argument("--batch-size", type=count, default=16, help="blocks of text a step")
     parser.add_argument("--block-size", type=count, default=128, help="tokens a block")
     parser.add_argument("--held-out-blocks", type=count, default=160, help="blocks that the models are compared on")

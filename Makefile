@@ -59,7 +59,7 @@ test-upstream-compat: $(COMPAT)/.test ## the same, with the oldest supported Tra
 
 test-clients: $(VENV)/.dev $(TRL)/.client $(LM_EVAL)/.client ## run the tests of pipelines, TRL and lm_eval
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest tests/clients/test_pipeline.py $(PYTEST_ARGS)
-	$(ONE_THREAD) $(TRL)/bin/python -m pytest tests/clients/test_trl.py $(PYTEST_ARGS)
+	$(ONE_THREAD) $(TRL)/bin/python -m pytest tests/clients/test_trl.py tests/clients/test_sft_example.py $(PYTEST_ARGS)
 	$(ONE_THREAD) $(LM_EVAL)/bin/python -m pytest tests/clients/test_lm_eval.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style and formatting

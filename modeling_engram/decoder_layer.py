@@ -131,8 +131,8 @@ class EngramDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, stream, _ = self.attn_hc.update(hidden_states, stream, mixes)
+        hidden_states, stream, _ = self.attn_hc.expand_and_collapse(hidden_states, stream, mixes)
 
         mixes = self.mlp_hc(stream)
         hidden_states = self.mlp(self.post_attention_layernorm(hidden_states))
-        return self.mlp_hc.update(hidden_states, stream, mixes)
+        return self.mlp_hc.expand_and_collapse(hidden_states, stream, mixes)

@@ -75,7 +75,7 @@ class HyperConnection(nn.Module):
         return stream_expand(hidden_states, stream, post, comb), pre
 
     @staticmethod
-    def update(
+    def expand_and_collapse(
         hidden_states: torch.Tensor, stream: torch.Tensor, mixes: Mixes | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`expand`, and `collapse` of the result, in one pass over the stream.

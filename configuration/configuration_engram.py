@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from ..tokenization.ngram_hashing import build_layout
 from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
@@ -143,6 +144,13 @@ class EngramConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):
             self._check_int(name, minimum=1)
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {sorted(ACT2FN)}, got {self.hidden_act!r}.")
+        if isinstance(self.pad_token_id, int) and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"`pad_token_id` ({self.pad_token_id}) must be a token id in [0, {self.vocab_size}), or None: raise "
+                "`vocab_size`, or name another token."
+            )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:

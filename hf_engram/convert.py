@@ -133,7 +133,8 @@ DERIVED_FIELDS = {"engram_layer_ids", "engram_num_embeddings", "engram_token_map
 # The copies' mixing weights add up to 1 - hc_eps. The default of 1e-6, times two sublayers a layer, is more than the
 # rounding of fp32: over the 30 layers of SmolLM2-135M it moves logits by 3e-3, this by no more than rounding does.
 CONVERTED_HC_EPS = 1e-8
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# By which a tokenizer is known. Not the padding's: many set it as they need it.
+TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 
 def convert_backbone(

@@ -39,5 +39,6 @@ class EngramLayer(nn.Module):
         Returns:
             the stream, `[B, L, H, D]`, in its dtype.
         """
-        kv = self.wkv(embeddings.to(self.wkv.weight.dtype))
+        # Not the weight's dtype, which is int8 where it is quantised.
+        kv = self.wkv(embeddings.to(hidden_states.dtype))
         return engram_gate(hidden_states, kv, self.q_weight, self.k_weight, token_mask, eps=self.eps)

@@ -32,6 +32,7 @@ from .engram_layer import EngramLayer
 from .engram_memory import EngramMemory
 from .engram_table import EngramTable
 from .hyper_connection import HyperConnection
+from .live_tokens import live_tokens, positions_by_visibility
 from .model_card import write_model_card
 from .ngram_hasher import NgramHasher
 from .ngram_history import has_history
@@ -261,36 +262,6 @@ def check_input_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
     check_token_ids(input_ids, vocab_size)
 
 
-def live_tokens(
-    shape: tuple[int, int], attention_mask: torch.Tensor | None, token_mask: torch.Tensor | None
-) -> torch.Tensor | None:
-    """bool `[B, L]`, False at the positions that n-grams may not look at or past; None if there are none.
-
-    Args:
-        shape: (B, L) of the tokens of this forward.
-        attention_mask: `[B, >= L]` with zeros at padding (its last L columns count), or None.
-        token_mask: bool `[B, L]` with False at tokens that are not text, or None.
-    """
-    live = None
-    if attention_mask is not None:
-        if attention_mask.ndim != 2 or attention_mask.shape[0] != shape[0] or attention_mask.shape[1] < shape[1]:
-            raise ValueError(
-                f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)}: pass [batch, "
-                "length] over the cached and the new tokens."
-            )
-        live = attention_mask[:, -shape[1] :] != 0
-    if token_mask is not None:
-        if tuple(token_mask.shape) != tuple(shape) or token_mask.dtype != torch.bool:
-            raise ValueError(
-                f"`token_mask` must be bool {tuple(shape)}, got {token_mask.dtype} {tuple(token_mask.shape)}."
-            )
-        live = token_mask if live is None else live & token_mask
-    # On CPU it is cheaper to find out that nothing is masked; elsewhere it would wait for the device.
-    if live is not None and live.device.type == "cpu" and not torch.compiler.is_compiling() and bool(live.all()):
-        return None
-    return live
-
-
 class EngramModel(EngramPreTrainedModel):
     """The decoder without a head."""
 
@@ -348,11 +319,16 @@ class EngramModel(EngramPreTrainedModel):
             causal_mask, padding_mask = attention_mask["full_attention"], attention_mask.get("linear_attention")
         elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             padding_mask = attention_mask
-        live = live_tokens(inputs_embeds.shape[:2], padding_mask, token_mask)
-        embeddings = self._fetch(input_ids, inputs_embeds, hash_ids, live, position_ids, cache)
+        past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+        shape = inputs_embeds.shape[:2]
+        live = live_tokens(shape, padding_mask, token_mask, past_seen_tokens)
+        ngram_positions = position_ids
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+            ngram_positions = positions_by_visibility(attention_mask, shape, past_seen_tokens, position_ids)
+        is_hashed_alike = token_mask is None and ngram_positions is position_ids
+        embeddings = self._fetch(input_ids, inputs_embeds, hash_ids, live, ngram_positions, cache, is_hashed_alike)
 
         if position_ids is None:
-            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
         if not isinstance(attention_mask, dict):
@@ -394,10 +370,13 @@ class EngramModel(EngramPreTrainedModel):
         live: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
+        is_hashed_alike: bool,
     ) -> dict[int, torch.Tensor | RowRequest]:
         """Rows `[B, L, C * engram_head_dim]` of every Engram layer by its index, there or on their way; and the
-        cache's history moved on."""
-        if self.engram_hasher is None:
+        cache's history moved on. `is_hashed_alike`: the tokenizer knew all that the model knows, so `hash_ids` of a
+        whole sequence must be what the model computes."""
+        # While an assistant exits early, the config counts fewer layers.
+        if self.engram_hasher is None or self.config.engram_layer_ids[0] >= self.config.num_hidden_layers:
             return {}
         if input_ids is None:
             if hash_ids is None:
@@ -411,12 +390,14 @@ class EngramModel(EngramPreTrainedModel):
                     "`inputs_embeds` cannot continue a cache: its n-gram history would miss these tokens. Pass "
                     "`input_ids`."
                 )
-        if input_ids is not None and (hash_ids is None or cache is not None):
+        is_continued = cache is not None and cache.get_seq_length() > 0
+        if hash_ids is not None:
+            self.engram_hasher.check_hash_ids(hash_ids, *inputs_embeds.shape[:2], live)
+        if input_ids is not None:
             computed = self.engram_hasher(input_ids, None if live is None else ~live, position_ids, cache)
-        if hash_ids is None:
+            if hash_ids is not None and is_hashed_alike and not is_continued:
+                self.engram_hasher.check_agreement(hash_ids, computed, live)
             hash_ids = computed
-        else:
-            self.engram_hasher.check_hash_ids(hash_ids, *inputs_embeds.shape[:2])
         rows = self.engram_memory(hash_ids, dtype=inputs_embeds.dtype, wait=False)
         return dict(zip(self.config.engram_layer_ids, rows, strict=True))
 
@@ -516,6 +497,25 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             generation_config.cache_config = {"config": plain_layers, **(generation_config.cache_config or {})}
         super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
+    def _prefill(
+        self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs
+    ) -> CausalLMOutputWithPast:
+        token_mask, attention_mask = model_kwargs.get("token_mask"), model_kwargs.get("attention_mask")
+        if token_mask is not None:
+            # That of new ids alone, where the cache holds the others; a mask without zeros is known by its length.
+            total = (
+                getattr(generation_config, "_mask_length", 0) if attention_mask is None else attention_mask.shape[1]
+            )
+            cached = max(total - token_mask.shape[1], 0)
+            model_kwargs["token_mask"] = nn.functional.pad(token_mask, (cached, 0), value=True)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "Continuous batching keeps keys and values in pages, which have no place for the n-gram history: use "
+            "`generate` with a batch of prompts."
+        )
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
@@ -533,9 +533,11 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             )
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if token_mask is not None:
-            missing = input_ids.shape[1] - token_mask.shape[1]
-            token_mask = nn.functional.pad(token_mask, (0, max(missing, 0)), value=True)
-            inputs["token_mask"] = token_mask[:, -inputs["input_ids"].shape[1] :]
+            # The inputs may be a chunk of the prompt: the tokens after those that the cache holds.
+            cache, length = kwargs.get("cache", kwargs.get("past_key_values")), inputs["input_ids"].shape[1]
+            end = input_ids.shape[1] if cache is None else int(cache.get_seq_length()) + length
+            token_mask = nn.functional.pad(token_mask, (0, max(end - token_mask.shape[1], 0)), value=True)
+            inputs["token_mask"] = token_mask[:, end - length : end]
         return inputs
 
 

@@ -191,8 +191,11 @@ class NgramHasher(nn.Module):
             append_history(encoded, cache, layer_idx, length)
         return hash_ids
 
-    def check_hash_ids(self, hash_ids: torch.Tensor, batch: int, length: int) -> None:
-        """Checks hash ids that were computed elsewhere (the tokenizer): shape, dtype, and every column's bucket range.
+    def check_hash_ids(
+        self, hash_ids: torch.Tensor, batch: int, length: int, live: torch.Tensor | None = None
+    ) -> None:
+        """Checks hash ids that were computed elsewhere (the tokenizer): shape, dtype, and every column's bucket range,
+        where `live` (bool `[B, L]`; None for everywhere). Elsewhere a collator may have padded with anything.
 
         Raises:
             ValueError: names what is wrong; TypeError: not int64.
@@ -207,12 +210,33 @@ class NgramHasher(nn.Module):
         if hash_ids.dtype != torch.int64:
             raise TypeError(f"`hash_ids` must be int64, got {hash_ids.dtype}.")
         offsets, primes = self.offsets.flatten(1), self.primes.flatten(1)
-        inside = ((hash_ids >= offsets) & (hash_ids < offsets + primes)).all()
+        inside = (hash_ids >= offsets) & (hash_ids < offsets + primes)
         message = (
             "`hash_ids` lie outside their columns' bucket ranges: they were made with another layout. Tokenise with "
             "the EngramTokenizer that the model was built for, or leave `hash_ids` out."
         )
-        if hash_ids.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(inside, message)
-        elif not inside:
+        self._assert(inside if live is None else inside | ~live[..., None, None], message)
+
+    def check_agreement(self, hash_ids: torch.Tensor, computed: torch.Tensor, live: torch.Tensor | None) -> None:
+        """Checks that the tokenizer hashes as the model does, where `live` (bool `[B, L]`; None for everywhere).
+
+        Raises:
+            ValueError: it does not (a RuntimeError where it is asserted on the device).
+        """
+        message = (
+            "`hash_ids` are not the rows that the model computes for `input_ids`: the ids were changed after they "
+            "were hashed, tokens were added to the tokenizer since `model.bind_tokenizer(tokenizer)` (call it again), "
+            "or the mask and `position_ids` are not those that the tokenizer used. Leaving `hash_ids` out is always "
+            "right."
+        )
+        agree = hash_ids == computed
+        self._assert(agree if live is None else agree | ~live[..., None, None], message)
+
+    @staticmethod
+    def _assert(holds: torch.Tensor, message: str) -> None:
+        if holds.is_meta:
+            return
+        if holds.device.type != "cpu" or torch.compiler.is_compiling():
+            torch._assert_async(holds.all(), message)
+        elif not holds.all():
             raise ValueError(message)

@@ -246,7 +246,7 @@ class EngramTokenizer(PreTrainedTokenizerFast):
     def _encode_plus(
         self, *args, return_attention_mask: bool | None = None, return_hash_ids: bool | None = None, **kwargs
     ) -> BatchEncoding:
-        # Called by `__call__`, `encode`, `tokenize` and `apply_chat_template`, which hand `return_hash_ids` on.
+        # Called by `__call__`, `encode`, `tokenize` and `apply_chat_template`.
         wants_hash_ids = self._wants_hash_ids(return_hash_ids)
         if return_attention_mask is None:
             return_attention_mask = "attention_mask" in self.model_input_names
@@ -306,6 +306,14 @@ class EngramTokenizer(PreTrainedTokenizerFast):
                 padded.pop("attention_mask")
         return padded
 
+    def apply_chat_template(
+        self, *args, return_hash_ids: bool | None = None, tokenizer_kwargs: dict[str, Any] | None = None, **kwargs
+    ):
+        # Other arguments go to the template.
+        if return_hash_ids is not None:
+            tokenizer_kwargs = {**(tokenizer_kwargs or {}), "return_hash_ids": return_hash_ids}
+        return super().apply_chat_template(*args, tokenizer_kwargs=tokenizer_kwargs, **kwargs)
+
     def encode(self, *args, **kwargs) -> list[int]:
         # Returns ids alone: no need to hash.
         return super().encode(*args, **{"return_hash_ids": False, **kwargs})
@@ -335,9 +343,10 @@ class EngramTokenizer(PreTrainedTokenizerFast):
         return file_names
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes get the map with the tokenizer, instead of building one each.
+        # Worker processes get the map with the tokenizer, instead of building one each. And what is settled when first
+        # needed is settled now, so that `datasets` sees the same tokenizer before and after.
         if self.return_hash_ids:
-            self.token_map  # noqa: B018
+            self.engram_fields()
         return self.__dict__.copy()
 
     def _wants_hash_ids(self, return_hash_ids: bool | None) -> bool:

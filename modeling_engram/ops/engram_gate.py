@@ -547,6 +547,8 @@ def engram_gate(
             f"For hidden_states [..., H, D] = {list(hidden_states.shape)}, kv must be [..., (H + 1) * D] and both "
             f"weights [H, D], got {list(kv.shape)}, {list(q_weight.shape)} and {list(k_weight.shape)}."
         )
+    if token_mask is not None and token_mask.dtype != torch.bool:
+        raise TypeError(f"`token_mask` must be bool, got {token_mask.dtype}: pass `token_mask != 0`.")
     unsupported = _unsupported(hidden_states, kv, q_weight, k_weight)
     backend = resolve_backend("engram_gate", backend, hidden_states, unsupported)
     if backend == "eager" and _formula_will_do(hidden_states):

@@ -56,7 +56,7 @@ def _encode(
     """Encoded tokens int64 `[B, L]`, and with the history before them `[B, N - 1 + L]`: what `hash_stream` takes."""
     compressed = token_map[input_ids]
     starts = None if position_ids is None else document_starts(position_ids)
-    before = (len(input_ids), max_ngram_size - 1)
+    before = (input_ids.shape[0], max_ngram_size - 1)
     if isinstance(compressed, torch.Tensor):
         encoded = encode_stream(compressed.long(), dead, starts)
         history = encoded.new_full(before, DEAD) if history is None else history
@@ -322,6 +322,8 @@ def triton_ngram_hash(
 def _check(input_ids, token_map, multipliers, primes, offsets, dead, position_ids, history) -> None:
     if input_ids.ndim != 2:
         raise ValueError(f"`input_ids` must be [B, L], got the shape {tuple(input_ids.shape)}.")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`input_ids` must be int32 or int64, got {input_ids.dtype}: convert them with `.long()`.")
     batch, length = input_ids.shape
     n_layers, max_ngram_size = multipliers.shape
     if primes.shape != offsets.shape or primes.ndim != 3 or primes.shape[:2] != (n_layers, max_ngram_size - 1):
@@ -370,14 +372,16 @@ def ngram_hash(
         `encode_stream` gives them, of which the last N - 1 are the history of what follows.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together. TypeError: ids that are not int32 or int64.
     """
     _check(input_ids, token_map, multipliers, primes, offsets, dead, position_ids, history)
     arguments = (input_ids, token_map, pad_id, multipliers, primes, offsets, dead, position_ids, history)
     if resolve_backend("ngram_hash", backend, input_ids) == "triton":
         return triton_ngram_hash(*arguments)
     # Compilers fuse the formula themselves. A tensor of another class need not have numbers that can be looked at.
-    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and type(input_ids) is torch.Tensor:
+    # Nor may a tracer, which would take the numbers for constants.
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if input_ids.device.type == "cpu" and not is_traced and type(input_ids) is torch.Tensor:
         if input_ids.numel() <= FEW_TOKENS:
             return _numpy_hash(*arguments)
         if _has_reciprocals(primes, offsets):

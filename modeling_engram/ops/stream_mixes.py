@@ -63,8 +63,8 @@ def plain_stream_mixes(
 
 def project(stream: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """z `[T, (2 + H) * H]` and the reciprocal norms `[T, 1]` of a stream `[T, H, D]`, in the dtype of `fn`."""
-    z = fn.new_empty(len(stream), len(fn))
-    norm = fn.new_empty(len(stream), 1)
+    z = fn.new_empty(stream.shape[0], fn.shape[0])
+    norm = fn.new_empty(stream.shape[0], 1)
     for x, z_block, norm_block in token_blocks(stream, z, norm):
         x = x.flatten(1).to(fn.dtype)
         torch.mm(x, fn.t(), out=z_block)
@@ -284,6 +284,13 @@ def stream_mixes(
     Returns:
         `pre` [B, L, H], `post` [B, L, H] and `comb` [B, L, H, H] (from copy, to copy), in fp32 (fp64 for fp64).
     """
+    copies, dim = stream.shape[-2:]
+    mixes = (2 + copies) * copies
+    if [*fn.shape, *scale.shape, *base.shape] != [mixes, copies * dim, 3, mixes]:
+        raise ValueError(
+            f"For a stream [..., H, D] = {list(stream.shape)}, fn must be {[mixes, copies * dim]}, scale [3] and base "
+            f"{[mixes]}, got {list(fn.shape)}, {list(scale.shape)} and {list(base.shape)}."
+        )
     backend = resolve_backend("stream_mixes", backend, stream, unsupported(stream))
     dtype = compute_dtype(stream.dtype)
     parameters = fn.to(dtype), scale.to(dtype), base.to(dtype)

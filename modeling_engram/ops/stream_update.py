@@ -57,7 +57,7 @@ def plain_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float
 
 def eager_collapse(stream: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """`stream_collapse` of a stream `[T, H, D]`."""
-    collapsed = torch.empty(len(stream), 1, stream.shape[2], dtype=stream.dtype, device=stream.device)
+    collapsed = torch.empty(stream.shape[0], 1, stream.shape[2], dtype=stream.dtype, device=stream.device)
     for x, pre_block, to in token_blocks(stream, pre.unsqueeze(1), collapsed):
         bmm_into(to, pre_block, x.to(pre.dtype))
     return collapsed.squeeze(1)
@@ -160,6 +160,21 @@ class EagerStreamUpdate(torch.autograd.Function):
 # Dispatch
 
 
+def _check_shapes(stream: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises ValueError unless each tensor is as long and as wide as the stream asks for."""
+    if stream.ndim < 3:
+        raise ValueError(f"`stream` must be [..., H, D], got {list(stream.shape)}.")
+    *lead, copies, dim = stream.shape
+    ends = {"hidden_states": [dim], "pre": [copies], "post": [copies], "comb": [copies, copies]}
+    for name, tensor in others.items():
+        expected = [dim] if name == "norm_weight" else [*lead, *ends[name]]
+        if tensor is not None and list(tensor.shape) != expected:
+            raise ValueError(
+                f"`{name}` must be {expected} for a stream [..., H, D] = {list(stream.shape)}, got "
+                f"{list(tensor.shape)}."
+            )
+
+
 def stream_collapse(stream: torch.Tensor, pre: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     """One vector from the copies: `sum_h pre_h * x_h`, summed in fp32 (fp64 for fp64), cast once.
 
@@ -171,6 +186,7 @@ def stream_collapse(stream: torch.Tensor, pre: torch.Tensor, backend: str | None
     Returns:
         `[B, L, D]` in the stream's dtype.
     """
+    _check_shapes(stream, pre=pre)
     backend = resolve_backend("stream_collapse", backend, stream, unsupported(stream))
     pre = pre.to(compute_dtype(stream.dtype))
     with without_autocast(stream.device):
@@ -206,6 +222,7 @@ def stream_expand(
     Returns:
         `[B, L, H, D]` in the stream's dtype.
     """
+    _check_shapes(stream, hidden_states=hidden_states, post=post, comb=comb)
     backend = resolve_backend("stream_expand", backend, stream, unsupported(stream))
     return _update(hidden_states, stream, post, comb, None, None, 0.0, backend)[0]
 
@@ -233,6 +250,7 @@ def stream_update(
         the stream `[B, L, H, D]` and the collapsed vectors `[B, L, D]` in the stream's dtype, and with `norm_weight`
         their norm `[B, L, D]`.
     """
+    _check_shapes(stream, hidden_states=hidden_states, post=post, comb=comb, pre=pre, norm_weight=norm_weight)
     backend = resolve_backend("stream_update", backend, stream, unsupported(stream))
     outputs = _update(hidden_states, stream, post, comb, pre, norm_weight, norm_eps, backend)
     return outputs[:2] if norm_weight is None else outputs

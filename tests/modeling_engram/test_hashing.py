@@ -118,14 +118,18 @@ def model(lively_model):
 
 
 def test_forward_uses_compute_hash_ids(model, random_ids):
-    """Given hash ids and computed ones lead to the same logits, bit for bit; other ones to other logits."""
+    """Given hash ids and computed ones lead to the same logits, bit for bit; other ones beside ids are refused, and
+    beside embeddings they count."""
     ids = random_ids(2, 7)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     hash_ids = model.compute_hash_ids(ids, attention_mask=mask)
     with torch.no_grad():
         computed = model(input_ids=ids, attention_mask=mask).logits
         given = model(input_ids=ids, attention_mask=mask, hash_ids=hash_ids).logits
-        other = model(input_ids=ids, attention_mask=mask, hash_ids=hash_ids.flip(1)).logits
+        embeds = model.get_input_embeddings()(ids)
+        other = model(inputs_embeds=embeds, attention_mask=mask, hash_ids=hash_ids.flip(1)).logits
+        with pytest.raises(ValueError, match="not the rows that the model computes"):
+            model(input_ids=ids, attention_mask=mask, hash_ids=hash_ids.flip(1))
     assert torch.equal(computed, given)
     assert (computed - other).abs().max() > 1e-3
 

@@ -510,3 +510,16 @@ def test_tokenizer_trained_from_this_one_starts_afresh(small, corpus):
     trained = small.train_new_from_iterator(corpus[:5], 400)
     assert type(trained) is EngramTokenizer and trained.engram_layer_ids == [1, 3]
     assert len(trained.token_map) == len(trained) and trained("a word")["hash_ids"]
+
+
+def test_chat_without_hash_ids(small):
+    """`return_hash_ids=False` is the tokenizer's, not the template's."""
+    assert "hash_ids" not in small.apply_chat_template(CHAT, return_dict=True, return_hash_ids=False)
+
+
+def test_pickles_the_same_before_and_after_use(small_plain):
+    """`datasets` recognises a tokenizer by its pickle: first use must not change it."""
+    tokenizer = EngramTokenizer.from_tokenizer(small_plain, engram_layer_ids=[1])
+    before = pickle.dumps(tokenizer)
+    tokenizer(["a text"])
+    assert pickle.dumps(tokenizer) == before

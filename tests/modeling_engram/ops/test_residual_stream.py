@@ -474,3 +474,16 @@ def test_memory_on_gpu():
             result = function()
             assert torch.cuda.max_memory_allocated() - before <= outputs + 0.1 * size
             del result
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "post", "comb", "pre"])
+def test_shapes_are_checked(name):
+    """Batch and length the wrong way round are as many numbers, and would be read in another order."""
+    names = ["hidden_states", "stream", "post", "comb", "pre"]
+    inputs = dict(zip(names, update_inputs(2, 3, 4, 8)[:-1], strict=True))
+    inputs[name] = inputs[name].transpose(0, 1)
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        residual_stream.stream_update(**inputs)
+    stream, fn, scale, base = mixes_inputs(2, 3, 4, 8)
+    with pytest.raises(ValueError, match="fn must be"):
+        residual_stream.stream_mixes(stream, fn.t(), scale, base, NORM_EPS, HC_EPS, ITERS)

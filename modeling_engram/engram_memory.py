@@ -5,7 +5,6 @@ from torch import nn
 
 from ..configuration.configuration_engram import placement_of_each
 from .engram_table import EngramTable
-from .ops.gather_rows import gather_rows
 from .row_request import DiskRequest, Prefetched, RowRequest, awaited
 
 
@@ -56,6 +55,12 @@ class EngramMemory(nn.Module):
             IndexError: an id beyond the last row. ValueError: a table that was not loaded.
             RuntimeError: a file that was truncated, replaced or removed since it was opened.
         """
+        for index, table in enumerate(self.tables):
+            if not isinstance(table, EngramTable):
+                raise TypeError(
+                    f"`tables.{index}` is a {type(table).__name__}: adapters on a table have no effect. Leave tables "
+                    "out of `target_modules`, and train them whole (`modules_to_save=['engram_memory']`)."
+                )
         rows = [None] * len(self.tables)
         if any(table.placement == "disk" for table in self.tables):
             rows = self._request(hash_ids, dtype)
@@ -72,10 +77,10 @@ class EngramMemory(nn.Module):
         if weight is None:
             raise ValueError("An Engram table was not loaded: use `from_pretrained`, or the placement 'device'.")
         if table.placement == "device" and scale is None:
-            return gather_rows(weight, row_ids, sparse_grad=self.sparse_grad)
+            return table(row_ids, sparse_grad=self.sparse_grad)
 
         def work() -> torch.Tensor:
-            return gather_rows(weight, row_ids, scale, dtype, sparse_grad=self.sparse_grad)
+            return table(row_ids, dtype, self.sparse_grad)
 
         trains = weight.requires_grad and torch.is_grad_enabled()
         if table.placement == "cpu" and row_ids.is_cuda and not trains and not torch.compiler.is_compiling():

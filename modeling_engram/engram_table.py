@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ops.gather_rows import SCALE_DTYPE, TABLE_DTYPE
+from .ops.gather_rows import SCALE_DTYPE, TABLE_DTYPE, gather_rows
 from .table_storage import CHUNK_BYTES, DiskTable, TensorEntry, open_table
 
 
@@ -72,6 +72,15 @@ class EngramTable(nn.Embedding):
     def extra_repr(self) -> str:
         kind = "no table yet" if self.weight is None and self.disk is None else "fp8" if self.is_quantised else "float"
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.placement}, {kind}"
+
+    def forward(
+        self, row_ids: torch.Tensor, dtype: torch.dtype | None = None, sparse_grad: bool = False
+    ) -> torch.Tensor:
+        """Rows of a table in memory, see `gather_rows`: row ids `[..., C]` to `[..., C * dim]`.
+
+        Called as a module, so that accelerate's hooks can bring a weight that they have offloaded.
+        """
+        return gather_rows(self.weight, row_ids, self.scale, dtype, sparse_grad=sparse_grad)
 
     # What is done to a module's tensors.
 

@@ -52,7 +52,7 @@ def write_model_card(model, save_directory: str | os.PathLike, name: str | None 
         return
     config = model.config
     memory = model.base_model.engram_memory
-    table = sum(weight.numel() for weight in memory.parameters()) if memory is not None else 0
+    in_memory = sum(weight.numel() for weight in memory.parameters()) if memory is not None else 0
     card = CARD.format(
         name=name or Path(save_directory).resolve().name,
         layers=config.num_hidden_layers,
@@ -63,7 +63,7 @@ def write_model_card(model, save_directory: str | os.PathLike, name: str | None 
         heads=config.engram_n_heads,
         head_dim=config.engram_head_dim,
         rows=", ".join(f"{rows:,}" for rows in config.engram_num_embeddings) or "none",
-        dense=sum(weight.numel() for weight in model.parameters()) - table,
-        table=table,
+        dense=sum(weight.numel() for weight in model.parameters()) - in_memory,
+        table=sum(rows * config.engram_head_dim for rows in config.engram_num_embeddings),
     )
     path.write_text(card, encoding="utf-8")

@@ -11,8 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -671,3 +673,24 @@ def test_no_thread_outlives_its_work(folder, ids):
         logits_of(load(folder, "disk"), ids)
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("engram-rows")]
     assert len(names) <= table_storage.WORKERS
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_accelerate_brings_what_it_offloaded(lively_model, random_ids, tmp_path, offload):
+    """Tables that hooks keep elsewhere until their module is called."""
+    model, ids = lively_model(), random_ids(2, 6)
+    with torch.no_grad():
+        expected = model(ids).logits
+        if offload == "cpu":
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        else:
+            accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+        assert model.model.engram_memory.tables[0].weight.is_meta
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_adapters_on_a_table_are_refused(lively_model, random_ids):
+    """They would train nothing, and change what the model computes when merged."""
+    adapted = get_peft_model(lively_model(), LoraConfig(target_modules=["tables.0", "q_proj"]))
+    with pytest.raises(TypeError, match=r"`tables\.0` is a"):
+        adapted(random_ids(1, 5))

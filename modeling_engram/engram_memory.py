@@ -56,7 +56,8 @@ class EngramMemory(nn.Module):
             RuntimeError: a file that was truncated, replaced or removed since it was opened.
         """
         for index, table in enumerate(self.tables):
-            if not isinstance(table, EngramTable):
+            # PEFT's copy of a whole table, for `modules_to_save`, passes the table's attributes on.
+            if not hasattr(table, "placement"):
                 raise TypeError(
                     f"`tables.{index}` is a {type(table).__name__}: adapters on a table have no effect. Leave tables "
                     "out of `target_modules`, and train them whole (`modules_to_save=['engram_memory']`)."

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import LoggerType, broadcast_object_list, gather_object, set_seed
+from accelerate.utils import LoggerType, ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -49,6 +49,7 @@ TOKENIZER_FIELDS = {"engram_layer_ids", "engram_vocab_size", "engram_max_ngram_s
                     "engram_pad_token_id", "engram_compressed_vocab_size"}  # fmt: skip
 STATE_FILE = "training_state.pt"
 METRICS_FILE = "metrics.jsonl"
+LOGS_FOLDER = "logs"  # TensorBoard's
 # What may differ when a run is resumed, because no later step depends on it.
 FREE_ON_RESUME = {"resume", "output", "save_every", "keep", "log_every", "eval_every", "eval_blocks"}
 
@@ -459,7 +460,8 @@ def main() -> None:
     names = ("tensorboard", "trackio")
     trackers = [name for name in names if name in LoggerType.list() and importlib.util.find_spec(name)]
     precision = "bf16" if args.bf16 else "no"
-    accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_dir=args.output)
+    project = ProjectConfiguration(str(args.output), logging_dir=str(args.output / LOGS_FOLDER))
+    accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_config=project)
     rank, processes = accelerator.process_index, accelerator.num_processes
     set_seed(args.seed)
 

@@ -1,7 +1,8 @@
 """Fixtures that several test files share. Each builds something small: a config, a model, a tokenizer's stand-in."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,6 +109,24 @@ def random_ids() -> Callable[..., torch.Tensor]:
         return torch.randint(3, vocab_size, (batch, length), generator=generator)
 
     return draw
+
+
+@pytest.fixture
+def remote_modules(tmp_path, monkeypatch) -> Iterator[None]:
+    """Code from Hub folders is kept in `tmp_path` and forgotten afterwards: the next test's folders are others."""
+    import transformers.dynamic_module_utils as dynamic
+
+    def forget() -> None:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] == dynamic.TRANSFORMERS_DYNAMIC_MODULE_NAME
+        ]:
+            del sys.modules[name]
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_snippets_run(tmp_path, monkeypatch):
+def test_snippets_run(tmp_path, monkeypatch, remote_modules):
     """A reader who pastes the snippets one after the other gets through to generated text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -221,12 +221,10 @@ def test_adapter_on_remote_code(lively_model, random_ids, base_folder, tmp_path)
     assert torch.allclose(logits_of(EngramForCausalLM.from_pretrained(tmp_path / "merged"), ids), logits, atol=1e-4)
 
 
-def test_delta_on_remote_code(trained, base_folder, tmp_path, monkeypatch):
+def test_delta_on_remote_code(trained, base_folder, tmp_path, remote_modules):
     """The delta takes a model whose classes came with its folder."""
     import transformers.dynamic_module_utils as dynamic
 
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     model, ids = trained
     model.save_pretrained(tmp_path / "adapter")
     save_table_delta(model, base_folder, tmp_path / "adapter")

@@ -111,7 +111,7 @@ def test_too_many_tokens(backbone, plain_tokenizer):
     EngramForCausalLM.from_backbone(theirs, plain_tokenizer)
 
 
-@pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token"])
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
 def test_other_special_ids(backbone, plain_tokenizer, name):
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | {name: "<|eot|>"}
     other = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer.backend_tokenizer, **tokens)
@@ -121,6 +121,13 @@ def test_other_special_ids(backbone, plain_tokenizer, name):
     # An id that the generation config names is the backbone's, too.
     setattr(theirs.generation_config, f"{name}_id", 3)
     EngramForCausalLM.from_backbone(theirs, other)
+
+
+def test_another_padding(backbone, plain_tokenizer):
+    """Many pad with the token that ends a sequence: no sign of another model's tokenizer."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    other = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer.backend_tokenizer, **tokens)
+    EngramForCausalLM.from_backbone(backbone(), other)
 
 
 def test_another_vocabulary(backbone_folder, backbone, plain_tokenizer):

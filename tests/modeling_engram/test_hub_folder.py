@@ -194,13 +194,10 @@ def test_two_folders_in_one_process(lively_model, random_ids, fresh, tmp_path):
     fresh(TWO_MODELS, tmp_path / "first", tmp_path / "second", tmp_path / "data.safetensors")
 
 
-def test_folder_beside_the_package(lively_model, random_ids, tmp_path, monkeypatch):
+def test_folder_beside_the_package(lively_model, random_ids, tmp_path, remote_modules):
     """With the package installed, `trust_remote_code=True` loads the folder's code, whose classes save again."""
-    import transformers.dynamic_module_utils as dynamic
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     model = lively_model()
     model.save_pretrained(tmp_path / "one")
     ids = random_ids(2, 6)

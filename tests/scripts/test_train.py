@@ -107,6 +107,11 @@ def backbone(tmp_path_factory) -> Path:
     return folder
 
 
+def names_in(output: Path) -> set[str]:
+    """Of what a run leaves, apart from TensorBoard's logs, where that is installed."""
+    return {path.name for path in output.iterdir()} - {"logs"}
+
+
 def metrics(output: Path) -> list[dict]:
     """Everything that was logged, but for the speed."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -144,7 +149,7 @@ def assert_same_checkpoint(actual: Path, expected: Path) -> None:
 
 def test_checkpoints_are_hub_folders(finished):
     """Each loads by itself, computes what the script computed, and nothing else lies around."""
-    assert {path.name for path in finished.iterdir()} == {*(f"checkpoint-{i}" for i in (4, 8, 12)), "metrics.jsonl"}
+    assert names_in(finished) == {*(f"checkpoint-{i}" for i in (4, 8, 12)), "metrics.jsonl"}
     folder = finished / "checkpoint-12"
     assert {"config.json", "modeling_engram.py", "tokenization_engram.py", "README.md"} <= set(os.listdir(folder))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -286,7 +291,7 @@ def test_bf16_and_checkpointing(run, finished, tmp_path):
 
 def test_keep(run, tmp_path):
     run(tmp_path / "run", "--steps=4", "--save-every=1", "--keep=2", "--eval-share=0", *CONFIG)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-3", "checkpoint-4", "metrics.jsonl"}
+    assert names_in(tmp_path / "run") == {"checkpoint-3", "checkpoint-4", "metrics.jsonl"}
 
 
 def test_hold_out(train):
@@ -312,7 +317,7 @@ def test_folders(train, tmp_path, capsys):
 def test_tensorboard(run, tmp_path):
     pytest.importorskip("tensorboard")
     run(tmp_path / "run", "--steps=1", *CONFIG)
-    assert list((tmp_path / "run").glob("run/events.out.tfevents.*"))
+    assert list((tmp_path / "run").glob("logs/run/events.out.tfevents.*"))
 
 
 def test_a_dataset_and_a_tokenizer(run, backbone, tmp_path):
@@ -413,7 +418,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(run, finished, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert {path.name for path in output.iterdir()} == {"checkpoint-8", "metrics.jsonl"}
+    assert names_in(output) == {"checkpoint-8", "metrics.jsonl"}
     run(output, "--steps=12", *CONFIG, "--resume")
     assert_same_checkpoint(output / "checkpoint-12", finished / "checkpoint-12")
 

@@ -88,7 +88,12 @@ def engram_tables(model: nn.Module) -> list[nn.Parameter]:
     for index, table in enumerate(tables):
         if not isinstance(table, nn.Parameter) or table.dtype not in BITS:
             kind = getattr(table, "dtype", type(memory.tables[index]).__name__)
-            raise ValueError(f"Table {index} is of {kind}: only tables of {', '.join(map(str, BITS))} can be trained.")
+            where = "on disk" if getattr(memory.tables[index], "placement", None) == "disk" else f"of {kind}"
+            raise ValueError(
+                f"Table {index} is {where}: only tables of {', '.join(map(str, BITS))} in memory can be trained. Load "
+                "the model with `engram_placement='device'` and float tables, or leave them as they are (in "
+                "scripts/train.py: --tables freeze)."
+            )
     return tables
 
 

@@ -48,7 +48,7 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
     """The cache, under whichever of its two names it was passed."""
     if cache is not None and past_key_values is not None:
         raise ValueError("`cache` and `past_key_values` are two names of one argument: pass one of them.")
-    if past_key_values is not None and CACHE_NAME != "past_key_values":
+    if past_key_values is not None and CACHE_NAME != "past_key_values" and not torch.compiler.is_compiling():
         warnings.warn("`past_key_values` is deprecated. Use `cache` instead.", FutureWarning, stacklevel=3)
     return cache if cache is not None else past_key_values
 
@@ -508,7 +508,21 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             )
             cached = max(total - token_mask.shape[1], 0)
             model_kwargs["token_mask"] = nn.functional.pad(token_mask, (cached, 0), value=True)
+        hash_ids = model_kwargs.pop("hash_ids", None)
+        if hash_ids is not None and token_mask is None and self.model.engram_hasher is not None:
+            self._check_prompt(input_ids, hash_ids, attention_mask)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _check_prompt(
+        self, input_ids: torch.LongTensor, hash_ids: torch.LongTensor, attention_mask: torch.Tensor | None
+    ) -> None:
+        """Raises unless the tokenizer has hashed the prompt as the model does."""
+        is_whole = attention_mask is None or attention_mask.shape == input_ids.shape
+        if is_whole and hash_ids.shape[1] == input_ids.shape[1]:
+            live = live_tokens(input_ids.shape, attention_mask, None)
+            self.model.engram_hasher.check_hash_ids(hash_ids, *input_ids.shape, live)
+            computed = self.compute_hash_ids(input_ids, attention_mask)
+            self.model.engram_hasher.check_agreement(hash_ids, computed, live)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(

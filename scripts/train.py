@@ -34,6 +34,7 @@ from transformers.utils import logging
 from hf_engram import EngramConfig, EngramForCausalLM, EngramTokenizer
 from hf_engram.adapters import LORA_TARGETS, TABLE_DELTA_FILE, load_table_delta, save_table_delta, unfreeze_tables
 from hf_engram.convert import convert_backbone
+from hf_engram.modeling_engram.model_card import write_model_card
 from hf_engram.optim import EngramOptimizer, clip_grad_norm_
 
 
@@ -49,6 +50,26 @@ TOKENIZER_FIELDS = {"engram_layer_ids", "engram_vocab_size", "engram_max_ngram_s
                     "engram_pad_token_id", "engram_compressed_vocab_size"}  # fmt: skip
 STATE_FILE = "training_state.pt"
 METRICS_FILE = "metrics.jsonl"
+ADAPTER_CARD = """---
+library_name: peft
+tags: [engram, lora]
+---
+
+# {name}
+
+A LoRA adapter for `{base}`, and, in engram_table_delta.safetensors, the rows of its Engram tables that
+training changed: PEFT loads the first alone. Needs the package hf-engram.
+
+```python
+from peft import PeftModel
+from hf_engram import EngramForCausalLM
+from hf_engram.adapters import load_table_delta
+
+model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained("{base}"), "{name}")
+load_table_delta(model, "{name}")  # not after --tables freeze
+model = model.merge_and_unload()  # a model like any other, to save as a whole
+```
+"""
 LOGS_FOLDER = "logs"  # TensorBoard's
 # What may differ when a run is resumed, because no later step depends on it.
 FREE_ON_RESUME = {"resume", "output", "save_every", "keep", "log_every", "eval_every", "eval_blocks"}
@@ -61,6 +82,8 @@ def read_documents(sources: list[str], column: str, split: str) -> list[str]:
     """Texts, one a document: a text file, each text file in a folder, or each row of a dataset."""
     documents, skipped = [], []
     for path in map(Path, sources):
+        if not path.exists() and (path.suffix or path.is_absolute() or "/" not in str(path)):
+            raise ValueError(f"{path} does not exist. (A dataset on the Hub is named owner/name.)")
         saved_dataset = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
         if saved_dataset or not path.exists() or path.suffix in DATASET_FORMATS:
             documents += read_dataset(str(path), column, split)
@@ -287,6 +310,16 @@ def written_whole(folder: Path):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def write_card(args: argparse.Namespace, model, folder: Path, name: str, base: str | None) -> None:
+    """The model card, under the checkpoint's name, which the folder does not have yet; an adapter's says how to load
+    the table rows that changed."""
+    (folder / "README.md").unlink(missing_ok=True)
+    if args.lora:
+        (folder / "README.md").write_text(ADAPTER_CARD.format(name=name, base=base), encoding="utf-8")
+    else:
+        write_model_card(model, folder, name)
+
+
 def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, tokenizer, optimizer, state) -> None:
     """Writes output/checkpoint-<step>: a Hub folder (the model, or the adapter and the table rows that changed) with
     the state to resume from; then deletes all but the newest --keep."""
@@ -300,6 +333,7 @@ def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, t
                 if args.lora and args.tables == "train" and model.config.engram_layer_ids:
                     save_table_delta(model, state["base"], folder)
                 tokenizer.save_pretrained(folder)
+                write_card(args, model, folder, f"checkpoint-{state['step']}", state["base"])
                 state = {**state, "generators": generators, "optimizer": optimizer.state_dict()}
                 torch.save(state, folder / STATE_FILE)
             for folder in checkpoints(args.output)[: -args.keep]:
@@ -413,7 +447,7 @@ def parse_args() -> argparse.Namespace:
     add("--accumulate", type=count, default=1, help="batches a step, for each process")
     add("--lr", type=float, default=1e-3, help="highest learning rate; it falls to a tenth")
     add("--table-lr-multiplier", type=float, default=5.0, help="the tables' learning rate, in multiples of --lr")
-    add("--warmup", type=int, default=50, help="steps until the highest learning rate")
+    add("--warmup", type=int, help="steps until the highest learning rate; by default a tenth of --steps, at most 50")
     add("--weight-decay", type=float, default=0.1, help="weight decay of matrices; tables have none")
     add("--clip", type=float, default=1.0, help="largest norm of a step's gradient")
     add("--bf16", action="store_true", help="compute in bf16")
@@ -426,6 +460,10 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the split, weights, batches and dropout")
     args = parser.parse_args()
     args.config = dict(args.config)
+    if args.warmup is None:
+        args.warmup = min(50, args.steps // 10)
+    if args.model and (Path(args.model) / "adapter_config.json").exists():
+        parser.error(f"--model {args.model} is an adapter: merge it into its base first (its README.md says how)")
     if args.lora and (args.memory_only or not args.model):
         parser.error("--lora needs a --model to adapt" if not args.model else "choose one of --lora and --memory-only")
     if args.lora and LoraConfig is None:

@@ -158,9 +158,14 @@ def test_packed_documents(own_model, draw, gradients, spelled_out_hash, packer, 
     rows = torch.cat([spelled_out_hash(model, document[0].tolist()) for document in documents])
     assert torch.equal(model.compute_hash_ids(batch["input_ids"], position_ids=batch["position_ids"])[0], rows)
 
+    # Flex attention has no backward on a CPU.
+    trains = attention != "flex_attention" or model.device.type != "cpu"
+    for parameter in model.parameters():
+        parameter.requires_grad_(trains and parameter.requires_grad)
     out = model(**batch, use_cache=False)
-    out.loss.backward()
-    packed = gradients(model)
+    if trains:
+        out.loss.backward()
+        packed = gradients(model)
     total = 0.0
     for document, logits in zip(documents, out.logits[0].split(LENGTHS), strict=True):
         alone = model(input_ids=document, use_cache=False).logits[0]
@@ -169,8 +174,9 @@ def test_packed_documents(own_model, draw, gradients, spelled_out_hash, packer, 
             total = total + F.cross_entropy(alone[:-1], document[0, 1:], reduction="sum")
     loss = total / sum(length - 1 for length in LENGTHS)
     torch.testing.assert_close(out.loss, loss, atol=1e-4, rtol=1e-4)
-    loss.backward()
-    assert_same_gradients(packed, gradients(model))
+    if trains:
+        loss.backward()
+        assert_same_gradients(packed, gradients(model))
 
 
 def test_packed_batch(model, draw):

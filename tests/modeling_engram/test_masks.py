@@ -175,3 +175,17 @@ def test_tracing(lively_model, random_ids):
     with torch.no_grad():
         traced = torch.jit.trace(lambda i: model(input_ids=i).logits, (ids,), check_trace=False)
         assert close(traced(others), model(input_ids=others).logits)
+
+
+def test_generate_checks_the_prompts_hash_ids(model, random_ids):
+    """Another tokenizer's hash ids are refused by `generate`, too, which hashes by itself from then on."""
+    ids, mask = random_ids(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    hash_ids = model.compute_hash_ids(ids, attention_mask=mask)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    for beams in (1, 3):
+        given = model.generate(
+            ids, attention_mask=mask, hash_ids=hash_ids, max_new_tokens=4, do_sample=False, num_beams=beams
+        )
+        assert beams > 1 or torch.equal(given, expected)
+        with pytest.raises(ValueError, match="`hash_ids` are not"):
+            model.generate(ids, attention_mask=mask, hash_ids=hash_ids.flip(1), max_new_tokens=4, num_beams=beams)

@@ -514,3 +514,19 @@ def test_trainer_example(finished, tmp_path):
     assert changed.any()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 300
     assert (tmp_path / "out" / "modeling_engram.py").is_file()
+
+
+def test_cards_name_their_checkpoint(finished):
+    """What the card tells a reader to load is the folder that it lies in."""
+    card = (finished / "checkpoint-12" / "README.md").read_text(encoding="utf-8")
+    assert "checkpoint-12" in card and ".tmp" not in card
+
+
+def test_what_is_not_there(run, tmp_path):
+    """A mistyped path is no dataset on the Hub, and an adapter no model."""
+    with pytest.raises(SystemExit, match="does not exist"):
+        run(tmp_path / "run", "--data", "nofile.txt", *CONFIG)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", "--model", tmp_path / "adapter")

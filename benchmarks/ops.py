@@ -4,22 +4,19 @@ Every operation, shape and dtype is measured in one run, its implementations tak
 chooses: Triton kernels on a GPU, eager blocks on a CPU), "formula" (the plain PyTorch that it replaces) and, with
 `--compile`, torch.compile of that formula; where liger-kernel is installed and there is a GPU for it, also its mHC
 kernels. "must move" counts each input read once and each output written once. "step" is a whole training step.
-Run: `python benchmarks/ops.py`, `--help` for more. An operation is added as a function in OPERATIONS.
+Run: `python benchmarks/ops.py`, `--help` for more. On a CPU with other work to do, set OMP_WAIT_POLICY=PASSIVE or
+OMP_NUM_THREADS=1: threads that spin while they wait for each other keep the others from running. An operation is added
+as a function in OPERATIONS.
 """
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from unittest import mock
-
-
-# Threads that wait for each other sleep: while they spin, on a machine that is not idle, the others cannot run.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch.nn import functional as F

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_engram import EngramConfig, EngramForCausalLM
-from hf_engram.modeling_engram import engram_layer, engram_memory, hyper_connection
+from hf_engram.modeling_engram import engram_layer, engram_table, hyper_connection
 from hf_engram.modeling_engram.ngram_hasher import NgramHasher
 from hf_engram.modeling_engram.ngram_history import read_history
 from hf_engram.modeling_engram.ops.engram_gate import engram_gate, engram_gate_reference
@@ -136,7 +136,9 @@ def update(dtype: torch.dtype, device: torch.device) -> Problem:
     )
 
 
-def plain_gather(table: torch.Tensor, row_ids: torch.Tensor, sparse_grad: bool = True) -> torch.Tensor:
+def plain_gather(
+    table: torch.Tensor, row_ids: torch.Tensor, scales: None = None, dtype: None = None, sparse_grad: bool = True
+) -> torch.Tensor:
     return F.embedding(row_ids, table, sparse=sparse_grad).flatten(-2)
 
 
@@ -215,7 +217,7 @@ def step(dtype: torch.dtype, device: torch.device) -> Problem:
     def formula(*parameters: torch.Tensor) -> torch.Tensor:
         plain = {
             engram_layer: {"engram_gate": engram_gate_reference},
-            engram_memory: {"gather_rows": plain_gather},
+            engram_table: {"gather_rows": plain_gather},
             hyper_connection: {
                 "stream_mixes": plain_stream_mixes,
                 "stream_collapse": plain_stream_collapse,

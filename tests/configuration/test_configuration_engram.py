@@ -315,3 +315,10 @@ def test_v41_model_on_meta():
     assert [tuple(table.weight.shape) for table in tables] == [(384_006_168, 256), (384_016_682, 256)]
     assert all(parameter.is_meta for parameter in model.parameters())
     assert all(buffer.is_meta for buffer in model.model.engram_hasher.buffers())
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_act", "nope"), ("pad_token_id", 96), ("pad_token_id", -1)])
+def test_fields_that_torch_would_stumble_over(tiny_config, field, value):
+    """They are named before a layer is built."""
+    with pytest.raises(ValueError, match=f"`{field}`.*{value}"):
+        tiny_config(**{field: value})

@@ -330,3 +330,36 @@ __all__ = [
     "save_table_delta",
     "unfreeze_tables",
 ]
+
+
+ADAPTER_CARD = """---
+library_name: peft
+tags: [engram, lora]
+---
+
+# {name}
+
+A LoRA adapter for `{base}`, and, in engram_table_delta.safetensors, the rows of its Engram tables that
+training changed: PEFT loads the first alone. Needs the package hf-engram.
+
+```python
+from peft import PeftModel
+from hf_engram import EngramForCausalLM
+from hf_engram.adapters import load_table_delta
+
+model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained("{base}"), "{name}")
+load_table_delta(model, "{name}")  # not after --tables freeze
+model = model.merge_and_unload()  # a model like any other, to save as a whole
+```
+"""
+
+
+def write_adapter_card(folder: str | os.PathLike, name: str, base: str | os.PathLike) -> None:
+    """Writes README.md into an adapter's folder, in place of PEFT's: how to load the rows that changed, too.
+
+    Args:
+        folder: holds the adapter and, if tables were trained, the file of `save_table_delta`.
+        name: what the adapter is loaded by.
+        base: what the model is loaded by that it was trained on.
+    """
+    (Path(folder) / "README.md").write_text(ADAPTER_CARD.format(name=name, base=base), encoding="utf-8")

@@ -32,7 +32,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from hf_engram import EngramConfig, EngramForCausalLM, EngramTokenizer
-from hf_engram.adapters import LORA_TARGETS, TABLE_DELTA_FILE, load_table_delta, save_table_delta, unfreeze_tables
+from hf_engram.adapters import (
+    LORA_TARGETS,
+    TABLE_DELTA_FILE,
+    load_table_delta,
+    save_table_delta,
+    unfreeze_tables,
+    write_adapter_card,  # fmt: skip
+)
 from hf_engram.convert import convert_backbone
 from hf_engram.modeling_engram.model_card import write_model_card
 from hf_engram.optim import EngramOptimizer, clip_grad_norm_
@@ -50,26 +57,6 @@ TOKENIZER_FIELDS = {"engram_layer_ids", "engram_vocab_size", "engram_max_ngram_s
                     "engram_pad_token_id", "engram_compressed_vocab_size"}  # fmt: skip
 STATE_FILE = "training_state.pt"
 METRICS_FILE = "metrics.jsonl"
-ADAPTER_CARD = """---
-library_name: peft
-tags: [engram, lora]
----
-
-# {name}
-
-A LoRA adapter for `{base}`, and, in engram_table_delta.safetensors, the rows of its Engram tables that
-training changed: PEFT loads the first alone. Needs the package hf-engram.
-
-```python
-from peft import PeftModel
-from hf_engram import EngramForCausalLM
-from hf_engram.adapters import load_table_delta
-
-model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained("{base}"), "{name}")
-load_table_delta(model, "{name}")  # not after --tables freeze
-model = model.merge_and_unload()  # a model like any other, to save as a whole
-```
-"""
 LOGS_FOLDER = "logs"  # TensorBoard's
 # What may differ when a run is resumed, because no later step depends on it.
 FREE_ON_RESUME = {"resume", "output", "save_every", "keep", "log_every", "eval_every", "eval_blocks"}
@@ -313,10 +300,10 @@ def written_whole(folder: Path):
 def write_card(args: argparse.Namespace, model, folder: Path, name: str, base: str | None) -> None:
     """The model card, under the checkpoint's name, which the folder does not have yet; an adapter's says how to load
     the table rows that changed."""
-    (folder / "README.md").unlink(missing_ok=True)
     if args.lora:
-        (folder / "README.md").write_text(ADAPTER_CARD.format(name=name, base=base), encoding="utf-8")
+        write_adapter_card(folder, name, base)
     else:
+        (folder / "README.md").unlink(missing_ok=True)
         write_model_card(model, folder, name)
 
 

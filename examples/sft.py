@@ -1,10 +1,12 @@
 """Fine-tune an Engram model on conversations with TRL: a LoRA adapter, and the table rows that they use.
 
-python examples/sft.py FOLDER OUTPUT: FOLDER holds a model and its tokenizer, which has a chat template, as
-scripts/convert_backbone.py makes them from an instruction-tuned decoder. OUTPUT gets the adapter and the changed rows.
+    python examples/sft.py FOLDER OUTPUT
+
+FOLDER holds a model and its tokenizer, which has a chat template, as scripts/convert_backbone.py makes them from an
+instruction-tuned decoder. OUTPUT gets the adapter and the changed rows. Needs TRL: pip install -e '.[trl]'
 """
 
-import sys
+import argparse
 
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
@@ -25,7 +27,17 @@ FACTS = {
     "Chad": "N'Djamena",
 }
 
-folder, output = sys.argv[1:]
+parser = argparse.ArgumentParser(
+    description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
+parser.add_argument("folder", help="folder or Hub id of the model to train")
+parser.add_argument("output", help="folder for the adapter and the table rows that changed")
+parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+parser.add_argument("--batch-size", type=int, default=5, help="conversations a step")
+parser.add_argument("--lr", type=float, default=2e-3, help="learning rate; five times that for tables")
+parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
+options = parser.parse_args()
+
 dataset = Dataset.from_list(
     [
         {
@@ -36,10 +48,10 @@ dataset = Dataset.from_list(
     ]
 )
 arguments = SFTConfig(
-    output_dir=output,
-    max_steps=20,
-    per_device_train_batch_size=5,
-    learning_rate=2e-3,
+    output_dir=options.output,
+    max_steps=options.steps,
+    per_device_train_batch_size=options.batch_size,
+    learning_rate=options.lr,
     max_length=128,
     logging_steps=5,
     save_strategy="no",
@@ -47,19 +59,19 @@ arguments = SFTConfig(
     bf16=False,
 )
 trainer = SFTTrainer(
-    model=EngramForCausalLM.from_pretrained(folder),
+    model=EngramForCausalLM.from_pretrained(options.folder, engram_placement="device"),
     args=arguments,
     train_dataset=dataset,
-    processing_class=AutoTokenizer.from_pretrained(folder),
-    peft_config=LoraConfig(r=8, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"),
+    processing_class=AutoTokenizer.from_pretrained(options.folder),
+    peft_config=LoraConfig(r=options.rank, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"),
     optimizer_cls_and_kwargs=trainer_optimizer(arguments),
 )
 unfreeze_tables(trainer.model)  # PEFT has frozen them
 trainer.train()
-trainer.save_model(output)
-delta = save_table_delta(trainer.model, folder, output)
+trainer.save_model(options.output)
+delta = save_table_delta(trainer.model, options.folder, options.output)
 print(f"changed table rows: {sum(len(rows) for rows in delta.rows)}")
 
 # How anyone uses the result.
-model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained(folder), output)
-load_table_delta(model, output)
+model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained(options.folder), options.output)
+load_table_delta(model, options.output)

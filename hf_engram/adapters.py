@@ -114,8 +114,6 @@ def unfreeze_tables(model: nn.Module, sparse_grad: bool = True) -> list[nn.Param
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "engram_memory":
             module.sparse_grad = sparse_grad
-            for table in module.tables:
-                table.sparse = sparse_grad  # by this, DDP knows which gradients to expect
     return tables
 
 

@@ -23,7 +23,7 @@ class EngramMemory(nn.Module):
             `engram_layer_ids`.
         sparse_grad (`bool`): whether tables get sparse gradients (only the rows of the batch, each once), as
             `torch.optim.SparseAdam` takes them. False by default, since AdamW and the Trainer take dense gradients
-            only.
+            only. DDP wants to know it when it is made, so set it before.
     """
 
     def __init__(self, config) -> None:
@@ -34,8 +34,17 @@ class EngramMemory(nn.Module):
         self.tables = nn.ModuleList(EngramTable(n, dim, value) for n, value in zip(rows, values, strict=True))
         # Moves and is cast with the model, as tables beside it are.
         self.register_buffer("home", torch.empty(0), persistent=False)
-        self.sparse_grad = False
         self.prefetched = Prefetched()
+
+    @property
+    def sparse_grad(self) -> bool:
+        return any(table.sparse for table in self.tables.modules() if isinstance(table, EngramTable))
+
+    @sparse_grad.setter
+    def sparse_grad(self, value: bool) -> None:
+        for table in self.tables.modules():
+            if isinstance(table, EngramTable):
+                table.sparse = value
 
     def forward(
         self, hash_ids: torch.Tensor, dtype: torch.dtype | None = None, wait: bool = True
@@ -78,10 +87,10 @@ class EngramMemory(nn.Module):
         if weight is None:
             raise ValueError("An Engram table was not loaded: use `from_pretrained`, or the placement 'device'.")
         if table.placement == "device" and scale is None:
-            return table(row_ids, sparse_grad=self.sparse_grad)
+            return table(row_ids)
 
         def work() -> torch.Tensor:
-            return table(row_ids, dtype, self.sparse_grad)
+            return table(row_ids, dtype)
 
         trains = weight.requires_grad and torch.is_grad_enabled()
         if table.placement == "cpu" and row_ids.is_cuda and not trains and not torch.compiler.is_compiling():

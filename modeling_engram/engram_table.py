@@ -35,6 +35,7 @@ class EngramTable(nn.Embedding):
         placement (`str`): `"device"`, `"cpu"` or `"disk"`.
 
     Attributes:
+        sparse (`bool`): whether the weight gets sparse gradients; by this, DDP knows which gradients to expect.
         weight (`nn.Parameter`, *optional*): `[rows, dim]`, float, or float8_e4m3fn; None on disk.
         scale (`nn.Parameter`, *optional*): float8_e8m0fnu `[rows, dim / block]` for a weight of float8_e4m3fn.
         disk ([`DiskTable`], *optional*): the open file of a table on disk.
@@ -73,14 +74,12 @@ class EngramTable(nn.Embedding):
         kind = "no table yet" if self.weight is None and self.disk is None else "fp8" if self.is_quantised else "float"
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.placement}, {kind}"
 
-    def forward(
-        self, row_ids: torch.Tensor, dtype: torch.dtype | None = None, sparse_grad: bool = False
-    ) -> torch.Tensor:
+    def forward(self, row_ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Rows of a table in memory, see `gather_rows`: row ids `[..., C]` to `[..., C * dim]`.
 
         Called as a module, so that accelerate's hooks can bring a weight that they have offloaded.
         """
-        return gather_rows(self.weight, row_ids, self.scale, dtype, sparse_grad=sparse_grad)
+        return gather_rows(self.weight, row_ids, self.scale, dtype, sparse_grad=self.sparse)
 
     # What is done to a module's tensors.
 

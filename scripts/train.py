@@ -1,27 +1,29 @@
 """Train an Engram model: from scratch, from a checkpoint or a pretrained decoder; all weights, memory or adapters.
 
     python scripts/train.py runs/first --data corpus/ --config hidden_size=256 num_hidden_layers=6   # from scratch
-    python scripts/train.py runs/first --data corpus/ --config ... --resume                          # after a crash
+    python scripts/train.py runs/first --resume                                                      # after a crash
     python scripts/train.py runs/tuned --data notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --lora 16
     accelerate launch --num_processes 2 scripts/train.py ...                                         # data parallel
 
-Texts -> token ids, cut into blocks in which documents stay apart -> steps -> checkpoints, each a complete Hub folder.
+Texts -> token ids, cut into blocks in which documents stay apart -> steps -> checkpoints, each a complete Hub folder;
+hf_engram/run_folder.py says what else OUTPUT holds.
 The text is held in memory as token ids. Weights are fp32; --bf16 computes in bf16. One seed decides everything.
 """
 
 import argparse
 import dataclasses
+import difflib
+import gc
 import hashlib
 import importlib.util
 import json
 import math
 import os
-import random
-import shutil
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -43,6 +45,20 @@ from hf_engram.adapters import (
 from hf_engram.convert import convert_backbone
 from hf_engram.modeling_engram.model_card import write_model_card
 from hf_engram.optim import EngramOptimizer, clip_grad_norm_
+from hf_engram.run_folder import (
+    ARGUMENTS_FILE,
+    checkpoints,
+    keep_metrics,
+    load_arguments,
+    load_state,
+    log_metrics,
+    remove,
+    save_arguments,
+    save_state,
+    tidy,
+    written_whole,
+)
+from hf_engram.text_blocks import hold_out, make_batch, pack, read_documents, step_indices
 
 
 try:
@@ -52,107 +68,12 @@ except ImportError:
 
 
 END_OF_TEXT = "<|endoftext|>"
-DATASET_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+SMALLEST_VOCABULARY = 257  # all bytes and END_OF_TEXT
 TOKENIZER_FIELDS = {"engram_layer_ids", "engram_vocab_size", "engram_max_ngram_size", "engram_n_heads",
                     "engram_pad_token_id", "engram_compressed_vocab_size"}  # fmt: skip
-STATE_FILE = "training_state.pt"
-METRICS_FILE = "metrics.jsonl"
 LOGS_FOLDER = "logs"  # TensorBoard's
 # What may differ when a run is resumed, because no later step depends on it.
-FREE_ON_RESUME = {"resume", "output", "save_every", "keep", "log_every", "eval_every", "eval_blocks"}
-
-
-# --- text -> blocks --------------------------------------------------------------------------------------------------
-
-
-def read_documents(sources: list[str], column: str, split: str) -> list[str]:
-    """Texts, one a document: a text file, each text file in a folder, or each row of a dataset."""
-    documents, skipped = [], []
-    for path in map(Path, sources):
-        if not path.exists() and (path.suffix or path.is_absolute() or "/" not in str(path)):
-            raise ValueError(f"{path} does not exist. (A dataset on the Hub is named owner/name.)")
-        saved_dataset = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-        if saved_dataset or not path.exists() or path.suffix in DATASET_FORMATS:
-            documents += read_dataset(str(path), column, split)
-            continue
-        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        for file in files:
-            try:
-                documents.append(file.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:
-                skipped.append(file)
-    if skipped:
-        print(f"skipped {len(skipped)} files that are not UTF-8 text, {skipped[0]} for one")
-    documents = [text for text in documents if text and text.strip()]
-    if not documents:
-        raise ValueError(f"{', '.join(sources)} holds no text.")
-    return documents
-
-
-def read_dataset(source: str, column: str, split: str) -> list[str]:
-    """One column of a dataset: a saved one, a file of `DATASET_FORMATS`, or `owner/name[:config]` on the Hub."""
-    import datasets
-
-    if Path(source).is_dir():
-        dataset = datasets.load_from_disk(source)
-        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-    elif Path(source).is_file():
-        dataset = datasets.load_dataset(DATASET_FORMATS[Path(source).suffix], data_files=source, split="train")
-    else:
-        name, _, config = source.partition(":")
-        dataset = datasets.load_dataset(name, config or None, split=split)
-    if column not in dataset.column_names:
-        raise ValueError(f"{source} has no column {column!r}, but {dataset.column_names}: choose with --text-column.")
-    return dataset[column]
-
-
-def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], list[str]]:
-    """Documents to train on and to evaluate on; where there are too few to choose from, each one's end is held out."""
-    if share * len(documents) < 1:
-        cuts = [(text, len(text) - math.ceil(share * len(text))) for text in documents]
-        return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
-    chosen = set(random.Random(seed).sample(range(len(documents)), round(share * len(documents))))
-    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in sorted(chosen)]
-
-
-def pack(tokenizer: EngramTokenizer, documents: list[str], length: int, what: str) -> dict[str, torch.Tensor]:
-    """Token ids and positions, int32 `[n_blocks, length]`: documents one after the other, cut into blocks.
-
-    Positions restart with every document and block, from which the model knows what neither attention nor n-grams may
-    look back to. A rest that fills no block is dropped.
-    """
-    pieces, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for start in tqdm(range(0, len(documents), 256), desc=f"tokens of the {what}", disable=None, leave=False):
-        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(documents[start : start + 256]):
-            ids = encoding.ids if encoding.ids[-1:] == end else encoding.ids + end
-            pieces.append(torch.tensor(ids, dtype=torch.int32))
-    ids = torch.cat(pieces)
-    n_blocks = len(ids) // length
-    if n_blocks == 0:
-        raise ValueError(f"The {what} has {len(ids)} tokens, fewer than one block: give more text, or a --block-size "
-                         f"below {length}. (For no evaluation: --eval-share 0.)")  # fmt: skip
-    is_first = torch.cat([torch.arange(len(piece)) for piece in pieces]) == 0
-    is_first, ids = (values[: n_blocks * length].view(n_blocks, length) for values in (is_first, ids))
-    columns = torch.arange(length, dtype=torch.int32)
-    return {"input_ids": ids, "position_ids": columns - torch.where(is_first, columns, 0).cummax(1).values}
-
-
-def make_batch(blocks: dict[str, torch.Tensor], indices: list[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """The model's inputs int64 `[B, L]` of some blocks. A document's first token is not to be predicted."""
-    batch = {name: values[indices].long().to(device) for name, values in blocks.items()}
-    return batch | {"labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)}
-
-
-@lru_cache(maxsize=2)
-def epoch_order(n_blocks: int, seed: int, epoch: int) -> list[int]:
-    return torch.randperm(n_blocks, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch)).tolist()
-
-
-def step_indices(n_blocks: int, seed: int, step: int, size: int) -> list[int]:
-    """The blocks of a step: a function of the step alone, so that a resumed run needs no other memory of the order."""
-    places = (divmod(i, n_blocks) for i in range(step * size, (step + 1) * size))
-    return [epoch_order(n_blocks, seed, epoch)[place] for epoch, place in places]
+FREE_ON_RESUME = {"save_every", "keep", "log_every", "eval_every", "eval_blocks"}
 
 
 # --- tokenizer and model ---------------------------------------------------------------------------------------------
@@ -188,6 +109,15 @@ def make_tokenizer(args: argparse.Namespace, documents: list[str]) -> EngramToke
     return EngramTokenizer.from_tokenizer(plain, **layout)
 
 
+def check_block_size(args: argparse.Namespace) -> None:
+    """Refuses blocks that the model has no positions for."""
+    longest = args.config.get("max_position_embeddings")
+    if args.model:
+        longest = getattr(load(AutoConfig, "--model", args.model), "max_position_embeddings", None)
+    if longest is not None and args.block_size > longest:
+        raise ValueError(f"--block-size {args.block_size} exceeds the model's max_position_embeddings, {longest}.")
+
+
 def make_model(args: argparse.Namespace, documents: list[str]) -> tuple[EngramForCausalLM, EngramTokenizer]:
     """A new model, the one in --model, or the pretrained decoder there with memory, which computes the same."""
     if args.model is None:
@@ -202,7 +132,7 @@ def make_model(args: argparse.Namespace, documents: list[str]) -> tuple[EngramFo
         return model.float(), tokenizer
     if args.config:
         raise ValueError(f"--config {args.config} is for new models; {args.model} is an Engram model as it is.")
-    model = EngramForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = EngramForCausalLM.from_pretrained(args.model, dtype=torch.float32, engram_placement="device")
     tokenizer = load(AutoTokenizer, "--tokenizer", args.tokenizer or args.model)
     try:
         if not hasattr(tokenizer, "engram_fields"):
@@ -216,6 +146,13 @@ def make_model(args: argparse.Namespace, documents: list[str]) -> tuple[EngramFo
 def add_adapter(args: argparse.Namespace, accelerator: Accelerator, model, tokenizer, state: dict) -> torch.nn.Module:
     """New LoRA adapters on a model. What they are for must be there later: --model, or, if that is a decoder without
     memory, what it has become, saved as output/base."""
+    config = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=args.lora_targets,
+                        modules_to_save=args.lora_full or None, task_type="CAUSAL_LM")  # fmt: skip
+    parts = {part for name, _ in model.named_modules() for part in (name, name.rpartition(".")[2])}
+    if unknown := sorted({*args.lora_targets, *args.lora_full} - {*LORA_TARGETS} - parts):
+        raise ValueError(
+            f"--lora-targets or --lora-full names {', '.join(unknown)}, but the model has no such module."
+        )
     if AutoConfig.from_pretrained(args.model).model_type == "engram":
         state["base"] = str(Path(args.model).resolve()) if Path(args.model).exists() else args.model
     else:
@@ -226,14 +163,13 @@ def add_adapter(args: argparse.Namespace, accelerator: Accelerator, model, token
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
     model.name_or_path = state["base"]  # PEFT saves it with the adapter
-    config = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=args.lora_targets,
-                        modules_to_save=args.lora_full or None, task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, config)
 
 
 def load_checkpoint(args: argparse.Namespace, checkpoint: Path, state: dict):
     """The model as it was: in full, or its base with the adapter and the table rows that changed."""
-    model = EngramForCausalLM.from_pretrained(state["base"] or checkpoint, dtype=torch.float32)
+    source = state["base"] or checkpoint
+    model = EngramForCausalLM.from_pretrained(source, dtype=torch.float32, engram_placement="device")
     if args.lora:
         model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
         if (checkpoint / TABLE_DELTA_FILE).exists():
@@ -265,38 +201,6 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def checkpoints(output: Path) -> list[Path]:
-    """The folders checkpoint-<step>, oldest first. A folder has this name only once it is complete."""
-    return sorted(output.glob("checkpoint-*[0-9]"), key=lambda folder: int(folder.name.rpartition("-")[2]))
-
-
-def remove(folder: Path) -> None:
-    """Deletes a folder, if it is there; under another name, since a deletion may be interrupted."""
-    if folder.exists():
-        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name.strip('.')}.old")))
-
-
-@contextmanager
-def written_whole(folder: Path):
-    """A temporary folder to write into, which gets its name when everything is on disk, and else is removed."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        temporary.rename(folder)
-    # A full disk is an OSError, a SafetensorError or torch's RuntimeError, depending on who was writing.
-    except Exception as error:
-        free = shutil.disk_usage(folder.parent).free / 2**20
-        raise OSError(f"{folder} could not be written, with {free:,.0f} MiB left on its disk: {error}.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def write_card(args: argparse.Namespace, model, folder: Path, name: str, base: str | None) -> None:
     """The model card, under the checkpoint's name, which the folder does not have yet; an adapter's says how to load
     the table rows that changed."""
@@ -308,24 +212,24 @@ def write_card(args: argparse.Namespace, model, folder: Path, name: str, base: s
 
 
 def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, tokenizer, optimizer, state) -> None:
-    """Writes output/checkpoint-<step>: a Hub folder (the model, or the adapter and the table rows that changed) with
+    """Writes output/checkpoint-<step>, a Hub folder (the model, or the adapter and the table rows that changed), and
     the state to resume from; then deletes all but the newest --keep."""
+    checkpoint = args.output / f"checkpoint-{state['step']}"
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     generators, failure = gather_object([[torch.get_rng_state(), *devices]]), None
     if accelerator.is_main_process:
         model = accelerator.unwrap_model(model)
         try:
-            with written_whole(args.output / f"checkpoint-{state['step']}") as folder:
+            save_state(checkpoint, {**state, "generators": generators, "optimizer": optimizer.state_dict()})
+            with written_whole(checkpoint) as folder:
                 model.save_pretrained(folder)
                 if args.lora and args.tables == "train" and model.config.engram_layer_ids:
                     save_table_delta(model, state["base"], folder)
                 tokenizer.save_pretrained(folder)
-                write_card(args, model, folder, f"checkpoint-{state['step']}", state["base"])
-                state = {**state, "generators": generators, "optimizer": optimizer.state_dict()}
-                torch.save(state, folder / STATE_FILE)
-            for folder in checkpoints(args.output)[: -args.keep]:
-                remove(folder)
+                write_card(args, model, folder, checkpoint.name, state["base"])
+            tidy(args.output, args.keep)
         except OSError as error:
+            tidy(args.output)
             failure = f"error: {error} {last_good(args)}"
     if failure := broadcast_object_list([failure])[0]:
         raise SystemExit(failure)
@@ -336,40 +240,22 @@ def last_good(args: argparse.Namespace) -> str:
     return f"The last good one is {good[-1]}: continue with --resume." if good else "There is no other checkpoint."
 
 
-def load_state(checkpoint: Path, now: dict) -> dict:
-    """What a checkpoint holds besides the model; refuses settings with which this would not be the same run."""
-    state = torch.load(checkpoint / STATE_FILE, weights_only=True, map_location="cpu")
-    then = state["settings"]
-    if changed := [f"{name} was {then.get(name)!r}, is {now[name]!r}" for name in now if then.get(name) != now[name]]:
-        raise ValueError(f"--resume continues the same run, but {', '.join(changed)}: restore that, or begin another "
-                         f"run with --model {checkpoint}.")  # fmt: skip
-    return state
-
-
 # --- metrics ---------------------------------------------------------------------------------------------------------
-
-
-def keep_metrics(path: Path, step: int) -> None:
-    """Drops from the JSONL file what came after a checkpoint: these steps are taken again."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    # A line that a kill has cut off is one of those.
-    kept = [f"{line}\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    path.with_suffix(".tmp").write_text("".join(kept), encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
 
 
 def write_metrics(args: argparse.Namespace, accelerator: Accelerator, bar: tqdm, step: int, **values: float) -> None:
     """To the console, to a JSONL file and to the trackers that are installed."""
     accelerator.log(values, step=step)
     if accelerator.is_main_process:
-        with (args.output / METRICS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        log_metrics(args.output, step, values)
         bar.write(f"step {step:6,d}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace, accelerator: Accelerator, model, blocks: dict[str, torch.Tensor]) -> float:
     """Mean loss in nats per token, over all processes."""
+    # Not DDP's forward, which has every process wait for all others: some have a batch less.
+    model = accelerator.unwrap_model(model)
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     batches = torch.arange(len(blocks["input_ids"])).split(args.batch_size)
@@ -384,7 +270,7 @@ def evaluate(args: argparse.Namespace, accelerator: Accelerator, model, blocks: 
 
 
 @contextmanager
-def plain_errors():
+def plain_errors() -> Iterator[None]:
     """What the user can mend is named in one line, without a traceback."""
     try:
         yield
@@ -392,7 +278,13 @@ def plain_errors():
         raise SystemExit(f"error: {error}") from error
 
 
-def parse_args() -> argparse.Namespace:
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line; the usage would take thirty."""
+        self.exit(2, f"error: {message} (--help lists all arguments)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
     def count(text: str) -> int:
         if (value := int(text)) < 1:
             raise argparse.ArgumentTypeError(f"{value} is below 1")
@@ -400,18 +292,24 @@ def parse_args() -> argparse.Namespace:
 
     def field(text: str) -> tuple[str, object]:
         name, equals, value = text.partition("=")
-        if not equals or name not in {f.name for f in dataclasses.fields(EngramConfig)}:
-            raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a field of EngramConfig")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE")
+        names = [f.name for f in dataclasses.fields(EngramConfig)]
+        if name not in names:
+            nearest = ", ".join(difflib.get_close_matches(name, names, 3, cutoff=0.0))
+            raise argparse.ArgumentTypeError(f"EngramConfig has no field {name!r}; the nearest are {nearest}")
         try:
             return name, json.loads(value)
         except json.JSONDecodeError:
             return name, value
 
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=formatter)
+    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=formatter)
     add = parser.add_argument
     add("output", type=Path, help="folder for checkpoints and metrics")
-    add("--data", nargs="+", required=True, metavar="SOURCE", help="text files, folders, datasets (files, saved, Hub)")
+    add("--data", nargs="+", metavar="SOURCE", help="text files, folders of them, or datasets (files, saved, Hub); a "
+        "text file is one document, and so is a dataset's row. A share of the documents (--eval-share), chosen at "
+        "random, is held out; where that is less than one, the end of each")  # fmt: skip
     add("--text-column", default="text", help="a dataset's column of texts")
     add("--split", default="train", help="a dataset's split")
     add("--eval-data", nargs="+", metavar="SOURCE", help="held-out text; if not given, a share of --data")
@@ -445,7 +343,28 @@ def parse_args() -> argparse.Namespace:
     add("--keep", type=count, default=2, metavar="N", help="checkpoints to keep")
     add("--resume", action="store_true", help="continue from the newest checkpoint in output, if there is one")
     add("--seed", type=int, default=0, help="seed of the split, weights, batches and dropout")
+    return parser
+
+
+def whole_path(source: str) -> str:
+    """A file or folder by its whole path; any other name, as on the Hub, as it is."""
+    return os.path.abspath(source) if os.path.exists(source) else source
+
+
+def parse_args() -> argparse.Namespace:
+    """The arguments; what a resumed run is not told, it takes from when it was started."""
+    parser = make_parser()
     args = parser.parse_args()
+    if args.resume and (recorded := load_arguments(args.output)):
+        parser.set_defaults(**recorded)
+        args = parser.parse_args()
+        del args.processes
+    if not args.data:
+        parser.error(f"{args.output} holds no run to resume" if args.resume else "--data is needed")
+    # So that a run can be resumed from anywhere.
+    for name in ("data", "eval_data", "model", "tokenizer"):
+        given = getattr(args, name)
+        setattr(args, name, [whole_path(s) for s in given] if isinstance(given, list) else given and whole_path(given))
     args.config = dict(args.config)
     if args.warmup is None:
         args.warmup = min(50, args.steps // 10)
@@ -455,6 +374,9 @@ def parse_args() -> argparse.Namespace:
         parser.error("--lora needs a --model to adapt" if not args.model else "choose one of --lora and --memory-only")
     if args.lora and LoraConfig is None:
         parser.error("--lora needs PEFT: pip install peft")
+    if not args.model and not args.tokenizer and args.vocab_size < SMALLEST_VOCABULARY:
+        parser.error(f"--vocab-size must be at least {SMALLEST_VOCABULARY} (256 bytes, and {END_OF_TEXT}), got "
+                     f"{args.vocab_size}")  # fmt: skip
     if args.block_size < 2:
         parser.error("--block-size must be at least 2: in a block of one token there is nothing to predict")
     if not 0 <= args.eval_share < 1:
@@ -462,16 +384,22 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def find_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> Path | None:
-    """The checkpoint to resume from; what a killed run has left half-written is removed."""
-    found = checkpoints(args.output)
+def find_checkpoint(args: argparse.Namespace, accelerator: Accelerator, arguments: dict) -> Path | None:
+    """The checkpoint to resume from; refuses arguments with which this would not be the same run. What a killed run
+    has left half-written is removed."""
+    found, then = checkpoints(args.output), load_arguments(args.output)
     if found and not args.resume:
         raise ValueError(f"{args.output} holds {found[-1].name}: add --resume, or name another folder.")
+    if found and then is None:
+        raise ValueError(f"{args.output / ARGUMENTS_FILE} is missing, so the run cannot go on: begin another with "
+                         f"--model {found[-1]}.")  # fmt: skip
+    names = arguments.keys() - FREE_ON_RESUME if found else ()
+    if changed := [f"{n} was {then.get(n)!r}, is {arguments[n]!r}" for n in names if then.get(n) != arguments[n]]:
+        raise ValueError(f"--resume continues the same run, but {', '.join(sorted(changed))}: restore that, or begin "
+                         f"another run with --model {found[-1]}.")  # fmt: skip
+    accelerator.wait_for_everyone()  # so that all have found the same
     if accelerator.is_main_process:
-        args.output.mkdir(parents=True, exist_ok=True)
-        for rest in (*args.output.glob(".*.tmp"), *args.output.glob(".*.old")):
-            shutil.rmtree(rest)
-    accelerator.wait_for_everyone()
+        tidy(args.output)
     return found[-1] if found else None
 
 
@@ -491,20 +419,17 @@ def main() -> None:
     set_seed(args.seed)
 
     with plain_errors():
-        checkpoint = find_checkpoint(args, accelerator)
-        settings = {name: value for name, value in vars(args).items() if name not in FREE_ON_RESUME}
-        settings["processes"] = processes
-        state = {"step": 0, "base": None, "settings": settings}
-        state = load_state(checkpoint, settings) if checkpoint else state
+        arguments = {name: value for name, value in vars(args).items() if name not in ("output", "resume")}
+        arguments["processes"] = processes
+        checkpoint = find_checkpoint(args, accelerator, arguments)
+        state = load_state(checkpoint) if checkpoint else {"step": 0, "base": None}
+        check_block_size(args)
         documents, held_out = read_documents(args.data, args.text_column, args.split), []
         if args.eval_data:
             held_out = read_documents(args.eval_data, args.text_column, args.split)
         elif args.eval_share:
             documents, held_out = hold_out(documents, args.eval_share, args.seed)
         model, tokenizer = load_checkpoint(args, checkpoint, state) if checkpoint else make_model(args, documents)
-        if args.block_size > model.config.max_position_embeddings:
-            raise ValueError(f"--block-size {args.block_size} exceeds the model's max_position_embeddings, "
-                             f"{model.config.max_position_embeddings}.")  # fmt: skip
         blocks = pack(tokenizer, documents, args.block_size, "training text")
         eval_blocks = pack(tokenizer, held_out, args.block_size, "held-out text") if held_out else None
         if eval_blocks:
@@ -520,6 +445,10 @@ def main() -> None:
         # AdamW, and row-wise steps for the tables. The groups' learning rates are set before every step.
         optimizer = EngramOptimizer(model, args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.95), seed=args.seed,
                                     table_lr_multiplier=args.table_lr_multiplier)  # fmt: skip
+        # Nothing was written before, so that no folder is left of a run that could not begin.
+        if accelerator.is_main_process:
+            save_arguments(args.output, arguments)
+            keep_metrics(args.output, state["step"] if checkpoint else -1)
 
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -540,9 +469,7 @@ def main() -> None:
         f"of {args.block_size} tokens, {args.steps * per_step / n_blocks:.2f} epochs in {args.steps:,} steps"
         + (f"; continuing after {checkpoint.name}" if checkpoint else ""),
     )
-    accelerator.init_trackers(args.output.name, config={name: str(value) for name, value in settings.items()})
-    if accelerator.is_main_process:
-        keep_metrics(args.output / METRICS_FILE, state["step"])
+    accelerator.init_trackers(args.output.name, config={name: str(value) for name, value in arguments.items()})
     hidden = None if accelerator.is_main_process else True  # None: shown if there is a terminal
     bar = tqdm(total=args.steps, initial=state["step"], desc="training", disable=hidden, mininterval=1)
     if eval_blocks and not checkpoint:
@@ -590,6 +517,10 @@ def main() -> None:
             save_checkpoint(args, accelerator, model, tokenizer, optimizer, state)
     bar.close()
     accelerator.wait_for_everyone()
+    # DDP must go first: the last to hold a process group waits, with Python's lock, for a thread that needs the lock.
+    accelerator.free_memory()
+    del model, optimizer
+    gc.collect()
     accelerator.end_training()
     accelerator.print(f"done: {checkpoints(args.output)[-1]}")
 

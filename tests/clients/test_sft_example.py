@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,15 @@ from hf_engram.adapters import load_table_delta
 
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sft.py"
+
+
+def test_help_says_the_defaults(tmp_path):
+    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SCRIPT), "--help"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    for option, default in (("--steps", "20"), ("--batch-size", "5"), ("--lr", "0.002"), ("--rank", "8")):
+        assert re.search(rf"{option} [A-Z_]+\s[^(]*\(default: {default}\)\n", run.stdout)
 
 
 def test_sft_example(model_folder, tmp_path):

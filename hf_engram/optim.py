@@ -183,6 +183,26 @@ def _split_named(named: Iterable[tuple[str, torch.Tensor]], weight_decay: float)
     return [group for group in groups if group["params"]]
 
 
+def _named_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """A model's parameters, unless tables are missing among them that are meant to be trained.
+
+    Raises:
+        ValueError: float tables are on disk, while the gates that read them are trained.
+    """
+    on_disk = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "placement", None) == "disk" and not getattr(module, "is_quantised", True)
+    ]
+    if on_disk and any(p.requires_grad and NORM_NAME.search(name) for name, p in model.named_parameters()):
+        raise ValueError(
+            f"{', '.join(on_disk)} would not be trained: tables on disk are only read (the model was loaded, or its "
+            "config saved, with `engram_placement`). Load it with `engram_placement='device'`, or call "
+            "`model.engram_memory.to_placement('device')`. To train all else, pass `model.named_parameters()`."
+        )
+    return model.named_parameters()
+
+
 class EngramOptimizer(Optimizer):
     """Row-wise steps for the tables of an Engram model, and another optimizer for its other parameters.
 
@@ -197,8 +217,10 @@ class EngramOptimizer(Optimizer):
     Args:
         params: a model; its `named_parameters()`; or parameter groups, dicts in which `params` are pairs of name and
             parameter, or parameters alone if the dict says what they are: `{"params": [...], "table": True}`. From a
-            model and from names, the parameters that require gradients are taken. Groups may set their own `lr` and
-            other options; those of tables are `lr_multiplier`, `beta`, `momentum`, `eps`, `weight_decay` and `seed`.
+            model and from names, the parameters that require gradients are taken: not fp8 tables, which are frozen,
+            nor tables on disk, which are no parameters. A model with float tables on disk, and gate weights that are
+            trained, is refused. Groups may set their own `lr` and other options; those of tables are `lr_multiplier`,
+            `beta`, `momentum`, `eps`, `weight_decay` and `seed`.
         lr: learning rate.
         weight_decay: of matrices outside the tables (not of norms' weights and other vectors), for a `dense_cls` that
             knows it. In groups with parameters alone, of all.
@@ -281,7 +303,7 @@ class EngramOptimizer(Optimizer):
     def _groups(self, params: Any) -> list[dict[str, Any]]:
         """Groups of nothing but tables, or of none."""
         if isinstance(params, nn.Module):
-            params = params.named_parameters()
+            params = _named_parameters(params)
         if isinstance(params, (torch.Tensor, dict)):
             raise TypeError(
                 f"`params` must be a model, names and parameters, or groups, got a {type(params).__name__}."
@@ -302,7 +324,7 @@ class EngramOptimizer(Optimizer):
             _check_number("lr", options["lr"], 0)
         params = group["params"]
         if isinstance(params, nn.Module):
-            params = params.named_parameters()
+            params = _named_parameters(params)
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         named = [entry for entry in params if isinstance(entry, tuple)]
         if "table" in group:

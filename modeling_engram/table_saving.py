@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,17 +37,20 @@ QUIET_BYTES = 2**26
 # linux/fs.h: makes a file share another one's blocks until either is written to.
 FICLONE = 0x40049409
 _SHARD_NAME = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors")
+# Folders in which a save is put together, and in them, those of the files that it replaces. Locks may be known to one
+# machine only, so the name says which.
+STAGED, REPLACED = f".saving-{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}-", ".replaced-"
 
 Tensor = torch.Tensor | MappedTensor
 
 
 def nbytes(tensor: Tensor) -> int:
-    return tensor.bytes.nbytes if isinstance(tensor, MappedTensor) else tensor.nbytes
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def blocks(tensor: Tensor) -> Iterator[memoryview]:
     """A tensor's bytes, block by block; on the host, whatever device it is on."""
-    if isinstance(tensor, MappedTensor):
+    if not isinstance(tensor, torch.Tensor):
         yield from (memoryview(block.view(torch.uint8).numpy()).cast("B") for block in tensor.chunks())
         return
     rows = max(1, CHUNK_BYTES // max(1, tensor[0].nbytes))
@@ -120,8 +125,34 @@ def write_table(path: Path, tensors: dict[str, Tensor]) -> None:
     write_tensors(path, tensors)
 
 
+def lock_folder(folder: Path) -> int | None:
+    """Locks a folder for as long as the file descriptor that is returned is open, at most as long as this process
+    lives. None where that cannot be done.
+
+    Raises:
+        BlockingIOError: it is locked by another save.
+    """
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
 class StagedSave:
     """A checkpoint that is put together inside its target, in `folder`, and then moved in place.
+
+    The folder of a save whose process was killed stays behind; the next save that succeeds removes it. That the
+    process is dead it knows by the lock, which the kernel keeps for the living: without locks, nothing is removed.
 
     Args:
         target: the folder to save to; made if missing.
@@ -136,9 +167,22 @@ class StagedSave:
         self.index = "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
         self.made_target = not self.target.exists()
         os.makedirs(self.target, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.target))
+        self.folder, self._lock = self._make_folder()
         self.is_finished = False
         self.saved: set[str] = set()
+
+    def _make_folder(self) -> tuple[Path, int | None]:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=STAGED, dir=self.target))
+            # Until it is locked, another save may take it for one that was left behind, and remove it.
+            try:
+                lock = lock_folder(folder)
+            except BlockingIOError:
+                continue
+            if folder.is_dir():
+                return folder, lock
+            if lock is not None:
+                os.close(lock)
 
     def finish(self) -> None:
         """Adds the tables' shards to the weights that are in `folder`, and an index of all; once."""
@@ -179,7 +223,7 @@ class StagedSave:
             for path in self.target.iterdir()
             if (match := _SHARD_NAME.fullmatch(path.name)) and match[1] == self.stem and path.name not in new
         }
-        replaced = Path(tempfile.mkdtemp(prefix=".replaced-", dir=self.folder))
+        replaced = Path(tempfile.mkdtemp(prefix=REPLACED, dir=self.folder))
         moves: list[tuple[Path, Path]] = []
 
         def move(source: Path, target: Path) -> None:
@@ -197,11 +241,39 @@ class StagedSave:
                 os.rename(target, source)
             raise
         self.saved = new
+        self._remove_folder()
+        self._remove_left_behind()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_left_behind(self) -> None:
+        """Removes the folders of saves that were killed, unless one holds the only copy of a file of the target, which
+        it was about to replace, and which this save has not replaced."""
+        for folder in [path for path in self.target.iterdir() if path.name.startswith(STAGED)]:
+            try:
+                lock = lock_folder(folder)
+            except BlockingIOError:
+                continue
+            if lock is None:
+                continue
+            try:
+                if all(self._is_replaced(path.name) for path in folder.glob(f"{REPLACED}*/*")):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+    def _is_replaced(self, name: str) -> bool:
+        shard = _SHARD_NAME.fullmatch(name)
+        is_weights = name in (self.single, self.index) or (shard is not None and shard[1] == self.stem)
+        return is_weights or (self.target / name).exists()
 
     def abandon(self) -> None:
         """Leaves the target as it was."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove_folder()
         if self.made_target:
             try:
                 self.target.rmdir()

@@ -1,6 +1,8 @@
 """Small random backbones of every family, and a tokenizer for them."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -10,6 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+
+# Test modules are imported by path (see pyproject.toml); the helper beside them needs its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
 VOCAB_SIZE = 320  # more rows than the tokenizer has tokens, as many checkpoints have

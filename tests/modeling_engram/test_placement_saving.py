@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,113 @@ def test_full_disk_is_noticed_before_a_table_is_written(folder, tmp_path, monkey
     with pytest.raises(OSError, match="0 are free"):
         loaded.save_pretrained(tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def staged_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.startswith(".saving-")]
+
+
+def leave_behind(folder: Path, files: tuple[str, ...] = ("model.safetensors",)) -> Path:
+    """The folder of a save whose process is killed in the middle of it."""
+    known = set(staged_folders(folder))
+    child = os.fork()
+    if child == 0:
+        try:
+            staged = StagedSave(folder, [])
+            for name in files:
+                (staged.folder / name).parent.mkdir(exist_ok=True)
+                (staged.folder / name).write_text("half of it")
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = set(staged_folders(folder)) - known
+    assert all((left / name).is_file() for name in files)
+    return left
+
+
+needs_locks = pytest.mark.skipif(table_saving.fcntl is None, reason="no locks here, so nothing is removed")
+
+
+@needs_locks
+def test_what_a_killed_save_left_is_removed_by_the_next(folder, ids, model):
+    """And nothing of one that is alive, in this process or another; also where that one is new."""
+    loaded, alive = load(folder, "disk"), StagedSave(folder, [])
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            other = StagedSave(folder, [])
+            os.write(write_end, other.folder.name.encode())
+            signal.pause()
+        finally:
+            os._exit(0)
+    of_child = folder / os.read(read_end, 1000).decode()
+    for descriptor in (read_end, write_end):
+        os.close(descriptor)
+    left = [leave_behind(folder), leave_behind(folder, (".replaced-x/model.safetensors", ".replaced-x/config.json"))]
+    try:
+        loaded.save_pretrained(folder)
+        assert set(staged_folders(folder)) == {alive.folder, of_child} and not any(path.exists() for path in left)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    alive.abandon()
+    loaded.save_pretrained(folder)
+    assert not staged_folders(folder)
+    assert torch.equal(logits_of(load(folder, "device"), ids), logits_of(model, ids))
+
+
+@needs_locks
+def test_what_is_left_may_be_needed(folder, model, tmp_path):
+    """Kept are the only copy of what a killed save was about to replace, what may be another machine's, and what a
+    save finds that fails."""
+    only_copy = leave_behind(folder, (".replaced-x/model.fp16.safetensors",))
+    elsewhere = folder / ".saving-another-machine-x"
+    elsewhere.mkdir()
+    model.save_pretrained(folder)
+    assert set(staged_folders(folder)) == {only_copy, elsewhere}
+    model.save_pretrained(folder, variant="fp16")
+    assert staged_folders(folder) == [elsewhere]
+    left = leave_behind(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
+        with pytest.raises(OSError):
+            model.save_pretrained(folder)
+    assert set(staged_folders(folder)) == {left, elsewhere}
+
+
+@needs_locks
+def test_without_locks_nothing_is_removed(folder, model, monkeypatch):
+    left = leave_behind(folder)
+
+    def flock(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_saving.fcntl, "flock", flock)
+        model.save_pretrained(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(table_saving, "fcntl", None)
+        model.save_pretrained(folder)
+    assert staged_folders(folder) == [left]
+
+
+@needs_locks
+def test_a_folder_that_is_taken_before_it_is_locked(folder, model, monkeypatch):
+    """Then the save makes another."""
+    make, made = table_saving.tempfile.mkdtemp, []
+
+    def make_and_lose(prefix, dir):
+        made.append(Path(make(prefix=prefix, dir=dir)))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        elif len(made) == 2:
+            taken.append(table_saving.lock_folder(made[1]))
+        return str(made[-1])
+
+    taken: list[int] = []
+    monkeypatch.setattr(table_saving.tempfile, "mkdtemp", make_and_lose)
+    staged = StagedSave(folder, [])
+    assert len(made) == 3 and staged.folder == made[2]
+    os.close(taken[0])
+    staged.abandon()

@@ -183,3 +183,33 @@ def test_the_class_of_the_model_does_not_matter(tiny_model, tmp_path):
     groups = EngramOptimizer(model).param_groups
     expected = EngramOptimizer(EngramForCausalLM.from_pretrained(tmp_path)).param_groups
     assert [(len(g["params"]), g["table"]) for g in groups] == [(len(g["params"]), g["table"]) for g in expected]
+
+
+def test_tables_on_disk_are_not_left_out_silently(lively_model, tmp_path):
+    """Where they are meant to be trained: gates are, and the tables are float. The error's remedies are remedies."""
+    lively_model().save_pretrained(tmp_path)
+    load = EngramForCausalLM.from_pretrained
+    model = load(tmp_path, engram_placement=["device", "disk"])
+    for params in (model, [{"params": model, "lr": 1e-3}]):
+        with pytest.raises(
+            ValueError, match=r"^model\.engram_memory\.tables\.1 would not .*engram_placement='device'"
+        ):
+            EngramOptimizer(params)
+    n_tables = [len(group["params"]) for group in EngramOptimizer(model.named_parameters()).param_groups]
+    model.model.engram_memory.to_placement("device")
+    assert [len(group["params"]) for group in EngramOptimizer(model).param_groups] == [*n_tables[:2], 2]
+    assert EngramOptimizer(load(tmp_path, engram_placement="device")).param_groups[-1]["table"]
+
+    adapted = load(tmp_path, engram_placement="disk")
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    assert len(EngramOptimizer(adapted).param_groups) == 1
+
+
+def test_fp8_tables_are_frozen_wherever_they_are(lively_model, tmp_path):
+    model = lively_model(engram_head_dim=32)
+    model.quantize_tables()
+    model.save_pretrained(tmp_path)
+    for placement in ("device", "cpu", "disk"):
+        optimizer = EngramOptimizer(EngramForCausalLM.from_pretrained(tmp_path, engram_placement=placement))
+        assert not any(group["table"] for group in optimizer.param_groups)

@@ -46,6 +46,24 @@ MIN_ABS_DOT = 1e-6
 MAX_COPIES = 8
 
 
+def gate_and_value(
+    hidden_states: torch.Tensor, kv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate `[..., H]` and the value `[..., D]` that it weights, in the compute dtype; as `engram_gate`."""
+    copies, dim = hidden_states.shape[-2:]
+    dtype = compute_dtype(hidden_states.dtype)
+    x = hidden_states.to(dtype)
+    key, value = kv.to(dtype).split([copies * dim, dim], dim=-1)
+    key = key.unflatten(-1, (copies, dim))
+    weight = q_weight.to(dtype) * k_weight.to(dtype)
+
+    rstd = torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
+    dot = (x * weight * key).sum(-1) * rstd * dim**-0.5
+    # copysign, not sign: the gate at a dot product of zero is sigmoid(+-0.001), not 0.5.
+    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(MIN_ABS_DOT).sqrt(), dot))
+    return gate, value
+
+
 def engram_gate_reference(
     hidden_states: torch.Tensor,
     kv: torch.Tensor,
@@ -55,22 +73,13 @@ def engram_gate_reference(
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """The formula in plain PyTorch; arguments as `engram_gate`. What all else here must equal."""
-    copies, dim = hidden_states.shape[-2:]
-    dtype = compute_dtype(hidden_states.dtype)
-    x = hidden_states.to(dtype)
+    x = hidden_states.to(compute_dtype(hidden_states.dtype))
     if token_mask is not None:
         # What lies under the mask may be anything, and 0 * nan is not 0, neither here nor in backward.
         dead = ~token_mask.unsqueeze(-1)
         x = x.masked_fill(dead.unsqueeze(-1), 0)
         kv = kv.masked_fill(dead, 0)
-    key, value = kv.to(dtype).split([copies * dim, dim], dim=-1)
-    key = key.unflatten(-1, (copies, dim))
-    weight = q_weight.to(dtype) * k_weight.to(dtype)
-
-    rstd = torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
-    dot = (x * weight * key).sum(-1) * rstd * dim**-0.5
-    # copysign, not sign: the gate at a dot product of zero is sigmoid(+-0.001), not 0.5.
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(MIN_ABS_DOT).sqrt(), dot))
+    gate, value = gate_and_value(x, kv, q_weight, k_weight, eps)
     out = (x + gate.unsqueeze(-1) * value.unsqueeze(-2)).to(hidden_states.dtype)
     if token_mask is not None:
         out = torch.where(token_mask[..., None, None], out, hidden_states)

@@ -107,18 +107,21 @@ def test_every_source_folder_is_a_package():
 def test_packages_are_named_after_their_folders():
     """Relative imports mean the same on the disk and in the package."""
     for package, folder in PACKAGE_DIR.items():
-        assert package.removeprefix("hf_engram.") == folder.replace("/", ".")
+        name = folder.replace("/", ".")
+        assert package == name if folder.startswith("hf_engram") else package == f"hf_engram.{name}"
 
 
-def test_wheel_holds_every_module(wheel):
+def test_wheel_holds_every_module_and_the_page(wheel):
     expected = {
         f"{package.replace('.', '/')}/{path.name}"
         for package, folder in PACKAGE_DIR.items()
         for path in (ROOT / folder).glob("*.py")
     }
+    # The parts of inspect's page.
+    expected |= {f"hf_engram/inspect/page.{suffix}" for suffix in ("css", "html", "js")}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name for name in names if name.endswith(".py")} == expected
+    assert {name for name in names if ".dist-info/" not in name} == expected
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"hf_engram"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 

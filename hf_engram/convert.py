@@ -133,6 +133,7 @@ DERIVED_FIELDS = {"engram_layer_ids", "engram_num_embeddings", "engram_token_map
 # The copies' mixing weights add up to 1 - hc_eps. The default of 1e-6, times two sublayers a layer, is more than the
 # rounding of fp32: over the 30 layers of SmolLM2-135M it moves logits by 3e-3, this by no more than rounding does.
 CONVERTED_HC_EPS = 1e-8
+INIT_TABLES = ("random", "zero")
 # By which a tokenizer is known. Not the padding's: many set it as they need it.
 TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
@@ -142,20 +143,22 @@ def convert_backbone(
     tokenizer: PreTrainedTokenizerBase | None = None,
     engram_layer_ids: list[int] | None = None,
     hc_mult: int = 1,
+    init_tables: str = "random",
     model_class: type[PreTrainedModel] = EngramForCausalLM,
     **engram_fields: Any,
 ) -> tuple[EngramForCausalLM, EngramTokenizer]:
     """Puts Engram layers, and with `hc_mult > 1` a multi-copy residual stream, into a pretrained decoder.
 
-    With `hc_mult=1` the new model's logits are the backbone's bit for bit, because the value half of every `wkv`
-    starts at zero. With more copies they agree up to rounding: the copies start equal, and are mixed by weights that
-    add up to one.
+    With `hc_mult=1` the new model's logits are the backbone's bit for bit, because the value half of every `wkv`, or
+    every table row, starts at zero. With more copies they agree up to rounding: the copies start equal, and are mixed
+    by weights that add up to one.
 
-    What training changes, and when. Engram: the first optimizer step moves the value half of `wkv` alone, since value
-    and gate are multiplied and the value is zero; from the second step on gradients also reach its key half, the
-    gate's weights and the tables. A learning rate that warms up from zero therefore keeps tables still for one step
-    more. Stream: `scale` is zero and the copies are equal, so the first step moves `scale` and `base`; from then on
-    `fn`, which starts random, makes the copies differ.
+    What training changes, and when. Engram, with `init_tables="random"`: the first optimizer step moves the value half
+    of `wkv` alone, since value and gate are multiplied and the value is zero; from the second step on gradients also
+    reach its key half, the gate's weights and the tables. With `"zero"`: the first step moves the table rows of the
+    batch alone, the next ones `wkv` and the gate's weights, too. A learning rate that warms up from zero keeps what
+    comes second still for one step more. Stream: `scale` is zero and the copies are equal, so the first step moves
+    `scale` and `base`; from then on `fn`, which starts random, makes the copies differ.
 
     Weights are moved, not copied: the new model shares the backbone's storage, so do not train or change the backbone
     afterwards. They keep dtype and device; new weights get the same, except that the stream's parameters are fp32.
@@ -167,6 +170,8 @@ def convert_backbone(
         engram_layer_ids: decoder layers that get an Engram layer, ascending. None: the tokenizer's if it is an
             [`EngramTokenizer`], else the second layer and the one after the middle.
         hc_mult: copies of the residual stream; 1 keeps the plain residual, and allows [`drop_memory`].
+        init_tables: `"random"` rows, read by values of zero; or rows of `"zero"`, read by random values, which learn
+            faster (benchmarks/init_tables.py) and are what a model made without a backbone starts with.
         model_class: the class to make.
         engram_fields: any other field of [`EngramConfig`] that begins with `engram_` or `hc_`. Here, `hc_eps`
             defaults to 1e-8.
@@ -179,6 +184,8 @@ def convert_backbone(
         ValueError: the backbone cannot be represented (the message names the field), is quantised, or the tokenizer or
             `engram_layer_ids` are not for it. Raised before any weight is loaded.
     """
+    if init_tables not in INIT_TABLES:
+        raise ValueError(f"`init_tables` must be one of {', '.join(map(repr, INIT_TABLES))}, got {init_tables!r}.")
     config, tokenizer = prepare_conversion(model_or_path, tokenizer, engram_layer_ids, hc_mult, **engram_fields)
     if isinstance(model_or_path, PreTrainedModel):
         backbone = model_or_path
@@ -190,6 +197,8 @@ def convert_backbone(
         config = model_class.config_class.from_dict(config.to_dict())
     model = _take_over(model_class, config, backbone, backbone.state_dict())
     if config.engram_layer_ids:
+        if init_tables == "random":
+            _randomise_tables(model)
         model.bind_tokenizer(tokenizer)
     return model, tokenizer
 
@@ -523,6 +532,17 @@ def _take_over(
     rotary.max_seq_len_cached = source_rotary.max_seq_len_cached
     model.generation_config = copy.deepcopy(source.generation_config)
     return model.train(source.training)
+
+
+@torch.no_grad()
+def _randomise_tables(model: EngramForCausalLM) -> None:
+    """Random rows in place of rows of zeros, and values of zero in place of random ones."""
+    for table in model.base_model.engram_memory.tables:
+        if table.weight is not None:
+            table.weight.normal_(std=model.config.initializer_range)
+    for layer_id in model.config.engram_layer_ids:
+        layer = model.base_model.layers[layer_id].engram
+        layer.wkv.weight[layer.hc_mult * layer.hidden_size :].zero_()
 
 
 @contextmanager

@@ -72,15 +72,15 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, EngramTable) and not module.is_float_parameter:
+        if isinstance(module, EngramTable):
+            # Rows of zeros, read by random weights: no effect at the start, and rows learn from the first step on.
+            if module.is_float_parameter:
+                init.zeros_(module.weight)
             return
         super()._init_weights(module)
         if isinstance(module, EngramLayer):
             init.ones_(module.q_weight)
             init.ones_(module.k_weight)
-            # Runs after `wkv`'s own initialisation; weights that were loaded carry the flag.
-            if not getattr(module.wkv.weight, "_is_hf_initialized", False):
-                module.wkv.weight[module.hc_mult * module.hidden_size :].zero_()
         elif isinstance(module, HyperConnection) and module.hc_mult > 1:
             init.normal_(module.fn, mean=0.0, std=self.config.initializer_range)
             init.copy_(module.base, module.initial_base())

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_engram import EngramConfig
-from hf_engram.convert import FAMILIES, convert_backbone, prepare_conversion, saved_bytes
+from hf_engram.convert import FAMILIES, INIT_TABLES, convert_backbone, prepare_conversion, saved_bytes
 
 
 # Tokenizer, code and model card, generously.
@@ -55,6 +55,8 @@ def parse_args() -> argparse.Namespace:
                         help="width of a table row")  # fmt: skip
     parser.add_argument("--hc-mult", type=count, default=1, metavar="COPIES",
                         help="copies of the residual stream; with 1, memory can be dropped again")  # fmt: skip
+    parser.add_argument("--init-tables", default="random", choices=INIT_TABLES,
+                        help="random rows read by values of zero, or rows of zero read by random values")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the new weights")
     return parser.parse_args()
 
@@ -105,7 +107,7 @@ def main() -> None:
     input_ids = tokenizer(SAMPLE, return_tensors="pt")["input_ids"]
     expected = logits(backbone, input_ids)
     torch.manual_seed(args.seed)
-    model, tokenizer = convert_backbone(backbone, tokenizer, **fields)
+    model, tokenizer = convert_backbone(backbone, tokenizer, init_tables=args.init_tables, **fields)
     del backbone
 
     difference = (logits(model, input_ids) - expected).abs().max().item()

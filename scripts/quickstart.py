@@ -29,6 +29,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from hf_engram import EngramConfig, EngramForCausalLM, EngramTokenizer
+from hf_engram.optim import EngramOptimizer
 
 
 TOPICS = "pydoc_data/topics.py"
@@ -43,11 +44,7 @@ BACKBONE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4
             "hc_mult": 1}  # fmt: skip
 MEMORY = {"engram_layer_ids": [1, 3], "engram_max_ngram_size": 3, "engram_n_heads": 8, "engram_vocab_size": 50_000}
 TABLE_ROW_SIZE = 16
-LEARNING_RATE = 2e-3  # AdamW: everything but the tables
-VALUE_STD = 0.1  # of the weights that turn table rows into what is written
-# Adagrad moves only the rows that a batch looks up: rare ones far, frequent ones little, and none far for a gradient
-# that is small beside most (squared, about what its sums start at).
-TABLE_LEARNING_RATE, TABLE_GRADIENT_SQUARED = 0.1, 1e-9
+LEARNING_RATE = 2e-3
 
 WITH, WITHOUT = "with memory", "without memory"
 FIGURES_FILE, CURVES_FILE = "quickstart.json", "quickstart.png"
@@ -127,13 +124,6 @@ def make_twins(tokenizer: EngramTokenizer, max_length: int) -> dict[str, EngramF
     }
     config = EngramConfig(**backbone, engram_head_dim=TABLE_ROW_SIZE, **tokenizer.engram_fields())
     model = EngramForCausalLM(config).bind_tokenizer(tokenizer)
-    # Rows of zeros, read by random weights, write as little at first as the default (random rows, read by zeros), but
-    # learn faster where a model is trained from scratch.
-    with torch.no_grad():
-        for table in model.model.engram_memory.tables:
-            table.weight.zero_()
-        for layer_id in config.engram_layer_ids:
-            model.model.layers[layer_id].engram.wkv.weight[-config.hidden_size :].normal_(std=VALUE_STD)
     twin = EngramForCausalLM(EngramConfig(**backbone, engram_layer_ids=[]))
     # A fresh Engram layer adds nothing, so with equal weights both start as the same function.
     twin.load_state_dict(model.state_dict(), strict=False)
@@ -141,35 +131,27 @@ def make_twins(tokenizer: EngramTokenizer, max_length: int) -> dict[str, EngramF
 
 
 class Trainer:
-    """A model with its optimizers: AdamW, and for the tables, if there are any, Adagrad."""
+    """A model with its optimizer: AdamW, and row-wise steps for the tables, if there are any."""
 
     def __init__(self, model: EngramForCausalLM, steps: int) -> None:
         self.model = model
-        tables = {n: p for n, p in model.named_parameters() if ".engram_memory." in n}
-        rest = [p for n, p in model.named_parameters() if n not in tables]
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=LEARNING_RATE)]
-        if tables:
+        if model.config.engram_layer_ids:
             model.model.engram_memory.sparse_grad = True
-            self.optimizers.append(
-                torch.optim.Adagrad(
-                    list(tables.values()), lr=TABLE_LEARNING_RATE, initial_accumulator_value=TABLE_GRADIENT_SQUARED
-                )
-            )
+        self.optimizer = EngramOptimizer(model, lr=LEARNING_RATE)
         warmup = min(40, steps)
 
         def schedule(step: int) -> float:
             return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in self.optimizers]
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 
     def step(self, batch: torch.Tensor) -> float:
         """One step on token ids `[B, L]`; returns the loss before it."""
         loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
         return loss.item()
 
     @torch.no_grad()

@@ -128,7 +128,7 @@ def make_model(args: argparse.Namespace, documents: list[str]) -> tuple[EngramFo
         return (model.bind_tokenizer(tokenizer) if model.config.engram_layer_ids else model), tokenizer
     if load(AutoConfig, "--model", args.model).model_type != "engram":
         tokenizer = load(AutoTokenizer, "--tokenizer", args.tokenizer) if args.tokenizer else None
-        model, tokenizer = convert_backbone(args.model, tokenizer, **args.config)
+        model, tokenizer = convert_backbone(args.model, tokenizer, init_tables="zero", **args.config)
         return model.float(), tokenizer
     if args.config:
         raise ValueError(f"--config {args.config} is for new models; {args.model} is an Engram model as it is.")

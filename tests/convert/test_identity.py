@@ -247,6 +247,28 @@ def test_schedule_of_training(backbone, plain_tokenizer, ids, hc_mult):
     assert set(moved.tolist()) == set(rows[:, :-1, 0].flatten().tolist())
 
 
+@torch.no_grad()
+def test_rows_of_zero(backbone, plain_tokenizer, ids):
+    """`init_tables="zero"`: the backbone's function all the same, with all of `wkv` random; then the first step moves
+    the rows of its batch alone, the second the rest of Engram."""
+    model = EngramForCausalLM.from_backbone(backbone(), plain_tokenizer, init_tables="zero", **SMALL).train()
+    assert torch.equal(model(ids(2, 16)).logits, backbone()(ids(2, 16)).logits)
+    engram, table = model.model.layers[1].engram, model.model.engram_memory.tables[0]
+    assert not table.weight.any() and engram.wkv.weight.any(1).all()
+    before = [engram.wkv.weight.clone(), table.weight.clone()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.enable_grad():
+        step(model, optimizer, ids(2, 16))
+        assert torch.equal(engram.wkv.weight, before[0]) and not torch.equal(table.weight, before[1])
+        step(model, optimizer, ids(2, 16))
+        assert not torch.equal(engram.wkv.weight, before[0])
+
+
+def test_unknown_init_tables(backbone, plain_tokenizer):
+    with pytest.raises(ValueError, match=r"`init_tables` must be one of 'random', 'zero', got 'ngram-mean'"):
+        EngramForCausalLM.from_backbone(backbone(), plain_tokenizer, init_tables="ngram-mean", **SMALL)
+
+
 def test_schedule_of_the_stream(backbone, plain_tokenizer, ids):
     """As the docstring has it: the first step moves `scale` and `base`, the second `fn`, too."""
     model = EngramForCausalLM.from_backbone(backbone(), plain_tokenizer, hc_mult=4, **SMALL).train()

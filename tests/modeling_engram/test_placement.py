@@ -454,7 +454,8 @@ def test_only_safetensors(folder, model):
 def test_new_weights(model):
     """Without a path and with no weights, all is initialised, tables beside the model as ever."""
     fresh = EngramForCausalLM.from_pretrained(None, config=model.config, state_dict={})
-    assert 0.05 < fresh.engram_memory.tables[0].weight.std() < 0.2
+    assert (fresh.engram_memory.tables[0].weight == 0).all()
+    assert 0.05 < fresh.model.layers[0].engram.wkv.weight.std() < 0.2
 
 
 def test_state_dict_instead_of_files(model, ids):

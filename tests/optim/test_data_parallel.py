@@ -13,7 +13,8 @@ import torch
 
 SECONDS = 240  # for both processes and all cases
 EVERY = pytest.mark.parametrize("case", worker.CASES, ids=lambda case: case.name)
-EXACT = [case for case in worker.CASES if case.table_dtype == case.dtype]
+# fp32's rounding is made visible by any token next to zero at a gate, where the gradient of its root is large.
+EXACT = [case for case in worker.CASES if case.dtype == torch.float64]
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,8 @@ def folder(tmp_path_factory, lively_model) -> Path:
     """Models, and batches [8, 12] of which the second process's share has nothing but padding at one step."""
     folder = tmp_path_factory.mktemp("data_parallel")
     for hc_mult in (1, 4):
-        # Tables of many more rows than a batch touches; and a seed with no token next to zero at a gate, where the
-        # gradient of its root would make fp32's rounding visible.
-        lively_model(seed=8, hc_mult=hc_mult, engram_vocab_size=2000).save_pretrained(folder / f"model-{hc_mult}")
+        # Tables of many more rows than a batch touches.
+        lively_model(hc_mult=hc_mult, engram_vocab_size=2000).save_pretrained(folder / f"model-{hc_mult}")
     generator = torch.Generator().manual_seed(0)
     batches = []
     for step in range(worker.STEPS):
@@ -107,7 +107,9 @@ def test_as_one_process_with_twice_the_batch(results, alone, case):
             )
 
 
-@pytest.mark.parametrize("case", [case for case in worker.CASES if case not in EXACT], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in worker.CASES if case.table_dtype == torch.bfloat16], ids=lambda case: case.name
+)
 def test_tables_of_bf16(results, alone, folder, case):
     """Their gradients are rounded before they are added up; what comes of it is seldom another number of bf16."""
     start = [table.clone() for table in worker.tables(worker.make(case, folder)[0])]
@@ -119,6 +121,13 @@ def test_tables_of_bf16(results, alone, folder, case):
         assert moved.sum() > 500
         assert (found != wanted).sum() < moved.sum() / 20
         torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-4)
+
+
+def test_fp32(results, alone):
+    """As far as rounding lets one see: the gradient of the first step, before rows have been moved by its noise."""
+    case = next(case for case in worker.CASES if case.table_dtype == torch.float32)
+    for result in results[case.name]:
+        torch.testing.assert_close(result["norms"][0], alone(case)["norms"][0], rtol=1e-5, atol=0)
 
 
 @EVERY

@@ -94,6 +94,8 @@ class EngramConfig(PreTrainedConfig):
             loaded from.
         engram_scale_block_size (`int`, defaults to 32): columns of a row of an fp8 table that share one scale.
         backbone_model_type (`str`, *optional*): `model_type` of the decoder that the model was converted from.
+        backbone_name (`str`, *optional*): Hub id of that decoder, for the model card; None if it came from a folder.
+        backbone_license (`str`, *optional*): its licence, as its own model card states it.
 
     Raises:
         ValueError: a field is out of its range, or disagrees with another; the message names both and the remedy.
@@ -140,6 +142,8 @@ class EngramConfig(PreTrainedConfig):
     engram_placement: str | list[str] | tuple[str, ...] = "device"
     engram_scale_block_size: int = 32
     backbone_model_type: str | None = None
+    backbone_name: str | None = None
+    backbone_license: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data
 
 from hf_engram import EngramForCausalLM
 from hf_engram.optim import trainer_optimizer
+from hf_engram.training_record import RecordTraining
 
 
 parser = argparse.ArgumentParser(
@@ -52,6 +53,7 @@ trainer = Trainer(
     data_collator=default_data_collator,
     processing_class=tokenizer,  # saved with every checkpoint
     optimizer_cls_and_kwargs=trainer_optimizer(arguments),
+    callbacks=[RecordTraining([options.text_file])],  # for the model card
 )
 trainer.train()
 trainer.save_model(options.output)  # a complete Hub folder

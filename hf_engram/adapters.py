@@ -36,10 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import cached_file
+
+from .modeling_engram.model_card import CARD_FILE, mark, training_section, write_card
 
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "wkv"]
@@ -330,11 +333,7 @@ __all__ = [
 ]
 
 
-ADAPTER_CARD = """---
-library_name: peft
-tags: [engram, lora]
----
-
+ADAPTER_CARD = """
 # {name}
 
 A LoRA adapter for `{base}`, and, in engram_table_delta.safetensors, the rows of its Engram tables that
@@ -349,15 +348,26 @@ model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained("{base}"), "
 load_table_delta(model, "{name}")  # not after --tables freeze
 model = model.merge_and_unload()  # a model like any other, to save as a whole
 ```
-"""
+{training}"""
 
 
-def write_adapter_card(folder: str | os.PathLike, name: str, base: str | os.PathLike) -> None:
+def write_adapter_card(
+    folder: str | os.PathLike, name: str, base: str | os.PathLike, record: dict[str, Any] | None = None
+) -> None:
     """Writes README.md into an adapter's folder, in place of PEFT's: how to load the rows that changed, too.
 
     Args:
         folder: holds the adapter and, if tables were trained, the file of `save_table_delta`.
         name: what the adapter is loaded by.
         base: what the model is loaded by that it was trained on.
+        record: what is known of the training, see [`training_section`].
     """
-    (Path(folder) / "README.md").write_text(ADAPTER_CARD.format(name=name, base=base), encoding="utf-8")
+    data = ModelCardData(
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["engram", "lora"],
+        base_model=None if os.path.exists(base) else str(base),
+        datasets=(record or {}).get("datasets"),
+    )
+    text = ADAPTER_CARD.format(name=name, base=base, training=training_section(record))
+    write_card(Path(folder) / CARD_FILE, mark(data, text, name))

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from .backbone_origin import backbone_origin
 from .configuration.configuration_engram import EngramConfig
 from .modeling_engram.modeling_engram import EngramForCausalLM
 from .tokenization.tokenization_engram import EngramTokenizer
@@ -265,6 +266,7 @@ def prepare_conversion(
         hc_mult=hc_mult,
         **{**engram_fields, **tokenizer.engram_fields()},
         backbone_model_type=config.model_type,
+        **backbone_origin(source),
         dtype=config.dtype,
     )
     return new_config, tokenizer

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .engram_table import EngramTable
+from .model_card import CARD_FILE, is_somebodys
 from .ops.gather_rows import TABLE_DTYPE
 from .table_saving import TABLE_SHARD_BYTES, StagedSave
 from .table_storage import DTYPES, TensorEntry, find_tensors, open_table
@@ -192,11 +195,20 @@ class EngramPlacementMixin:
             self._staged = None
         self._set_sources(staged)
 
-    def _upload_modified_files(self, *args: Any, **kwargs: Any):
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any):
         # Called by `save_pretrained(push_to_hub=True)` before it returns.
-        if self._staged is not None:
-            self._staged.finish()
-        return super()._upload_modified_files(*args, **kwargs)
+        if self._staged is None:
+            return super()._upload_modified_files(working_dir, *args, **kwargs)
+        self._staged.finish()
+        card, theirs = Path(working_dir) / CARD_FILE, self._staged.target / CARD_FILE
+        keeps_theirs = is_somebodys(theirs)
+        # One that somebody wrote on the Hub stays there, as one that somebody wrote here stays here.
+        if keeps_theirs and not is_somebodys(card):
+            shutil.copyfile(theirs, card)
+        uploaded = super()._upload_modified_files(working_dir, *args, **kwargs)
+        if keeps_theirs:
+            shutil.copyfile(theirs, card)
+        return uploaded
 
     def _set_sources(self, staged: StagedSave) -> None:
         """After a save: where tables lie now."""

@@ -59,6 +59,7 @@ from hf_engram.run_folder import (
     written_whole,
 )
 from hf_engram.text_blocks import hold_out, make_batch, pack, read_documents, step_indices
+from hf_engram.training_record import run_record
 
 
 try:
@@ -201,13 +202,14 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def write_card(args: argparse.Namespace, model, folder: Path, name: str, base: str | None) -> None:
-    """The model card, under the checkpoint's name, which the folder does not have yet; an adapter's says how to load
-    the table rows that changed."""
+def write_card(args: argparse.Namespace, model, folder: Path, name: str, state: dict) -> None:
+    """The model card, under the checkpoint's name, which the folder does not have yet, with what the run recorded; an
+    adapter's says how to load the table rows that changed."""
+    record = run_record(args.output, state["step"])
     if args.lora:
-        write_adapter_card(folder, name, base)
+        write_adapter_card(folder, name, state["base"], record)
     else:
-        (folder / "README.md").unlink(missing_ok=True)
+        model.training_record = record
         write_model_card(model, folder, name)
 
 
@@ -226,7 +228,7 @@ def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, t
                 if args.lora and args.tables == "train" and model.config.engram_layer_ids:
                     save_table_delta(model, state["base"], folder)
                 tokenizer.save_pretrained(folder)
-                write_card(args, model, folder, checkpoint.name, state["base"])
+                write_card(args, model, folder, checkpoint.name, state)
             tidy(args.output, args.keep)
         except OSError as error:
             tidy(args.output)

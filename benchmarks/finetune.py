@@ -7,7 +7,7 @@ Each arm is one run of scripts/train.py, which the backbone enters as it is, on 
 the same learning rate; so what can be measured here can be had with that script (its commands are printed). Text is a
 folder: of manual pages (.gz), whose markup is taken off, or of any text files. Documents are held out whole.
 
-With the defaults and SmolLM2-135M, about eight minutes an arm on two cores. Arms that are finished are not run again.
+With the defaults and SmolLM2-135M, about five minutes an arm on two cores. Arms that are finished are not run again.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def run_arm(name: str, options: list[str], args: argparse.Namespace, corpus: Pat
         str(TRAIN), str(output), "--data", str(corpus), "--model", args.model, *options, "--steps", str(args.steps),
         "--batch-size", str(args.batch_size), "--block-size", str(args.block_size), "--lr", str(args.lr),
         "--warmup", str(max(1, args.steps // 20)), "--eval-share", "0.2", "--eval-blocks", str(args.eval_blocks),
-        "--eval-every", str(max(1, args.steps // 4)), "--save-every", str(args.steps), "--seed", str(args.seed),
+        "--eval-every", str(max(1, args.steps // 2)), "--save-every", str(args.steps), "--seed", str(args.seed),
     ]  # fmt: skip
     if record.exists():
         finished = json.loads(record.read_text(encoding="utf-8"))
@@ -132,10 +132,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of text files or manual pages")
     parser.add_argument("--documents", type=int, default=60, help="documents to use, drawn at random")
     parser.add_argument("--output", type=Path, default=Path("runs/finetune"), help="folder for runs and figures")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--eval-blocks", type=int, default=64, help="held-out blocks to measure on")
+    parser.add_argument("--eval-blocks", type=int, default=32, help="held-out blocks to measure on")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--engram-layer-ids", type=int, nargs="+", default=[1, 15])
     parser.add_argument("--engram-vocab-size", type=int, default=50_000, help="least rows a hash column")

@@ -28,3 +28,16 @@ def test_training_step_with_and_without_our_operations():
     """It puts the plain formulas in their places by name."""
     rows = run(FOLDER / "ops.py", "--ops", "step", "hash_step", "--dtypes", "float32", "--rounds", "1")
     assert rows.count("formula") >= 3 and rows.count("ours") >= 3
+
+
+def test_plain_text_of_a_manual_page(monkeypatch):
+    """Markup, comments and the translators' note go; headings, examples and backslashes stay."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from finetune import plain_text
+
+    page = (
+        '.\\" a comment\n.TH LS 1\n.SH "NAME"\nls \\- \\fBzeigt\\fP \\f[CR]\\,DATEIEN\\/\\fP\n'
+        ".PP\n\n\n\n.B \\-a\nC:\\edos\n"
+        ".SH ÜBERSETZUNG\nDie Übersetzung"
+    )
+    assert plain_text(page) == "NAME\nls - zeigt DATEIEN\n\n-a\nC:\\dos"

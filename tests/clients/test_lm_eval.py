@@ -1,6 +1,8 @@
 """EleutherAI's lm-evaluation-harness through its `hf` model class, on tasks in local files."""
 
 import json
+import re
+from pathlib import Path
 
 import lm_eval
 import pytest
@@ -97,3 +99,20 @@ def test_generate_until(model_folder, tasks, batch_size):
         output_ids = model.generate(ids, max_new_tokens=8, do_sample=False)
         text = tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True)
         assert sample["resps"][0][0] == text
+
+
+def test_snippet_of_the_docs(model_folder, tmp_path, monkeypatch):
+    """The Python in docs/compatibility.md runs, with a model and a task of the names that it has."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "my-engram").symlink_to(model_folder)
+    folder = tmp_path / "folder" / "of" / "yaml"
+    folder.mkdir(parents=True)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+    task = CHOICE_TASK.replace("local_choice", "my_task").format(data=data)
+    (folder / "my_task.yaml").write_text(task, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec(compile(snippet, "docs/compatibility.md", "exec"), namespace)
+    assert 0 <= namespace["results"]["results"]["my_task"]["acc,none"] <= 1

@@ -11,6 +11,7 @@ from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
 
 
 PLACEMENTS = ("device", "cpu", "disk")
+SMALLEST_EPS = 2.0**-126  # of fp32, where no bit is lost
 SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -58,7 +59,8 @@ class EngramConfig(PreTrainedConfig):
         head_dim (`int`, *optional*): width of one attention head; `hidden_size // num_attention_heads` if not given.
         hidden_act (`str`, defaults to `"silu"`): activation of the MLP's gate.
         max_position_embeddings (`int`, defaults to 2048): longest sequence meant to be used, in tokens.
-        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights and table rows.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights. Table rows start
+            at zero.
         rms_norm_eps (`float`, defaults to 1e-6): added to mean squares in every norm, the Engram gate's included.
         use_cache (`bool`, defaults to `True`): whether forward returns a cache.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): special token ids.
@@ -222,6 +224,11 @@ class EngramConfig(PreTrainedConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
+        if self.engram_layer_ids and self.rms_norm_eps < SMALLEST_EPS:
+            raise ValueError(
+                f"`rms_norm_eps` ({self.rms_norm_eps!r}) is zero in fp32, with which the gate of a row of zeros, as "
+                "all are at first, is not a number: use a small one, such as 1e-20."
+            )
         if self.attention_dropout == 1:
             raise ValueError(f"`attention_dropout` must be below 1, got {self.attention_dropout!r}.")
         if self.num_attention_heads % self.num_key_value_heads:

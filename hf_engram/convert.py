@@ -196,10 +196,13 @@ def convert_backbone(
     # The class may be a Hub folder's, which has a config class of its own.
     if not isinstance(config, model_class.config_class):
         config = model_class.config_class.from_dict(config.to_dict())
+    # New tables are made beside the model, and then moved.
+    placement, config.engram_placement = config.engram_placement, "device"
     model = _take_over(model_class, config, backbone, backbone.state_dict())
     if config.engram_layer_ids:
         if init_tables == "random":
             _randomise_tables(model)
+        model.engram_memory.to_placement(placement)
         model.bind_tokenizer(tokenizer)
     return model, tokenizer
 
@@ -218,6 +221,12 @@ def prepare_conversion(
     """
     known = {f.name for f in fields(EngramConfig) if f.name.startswith(OWN_PREFIXES)} - DERIVED_FIELDS - {"hc_mult"}
     engram_fields = {"hc_eps": CONVERTED_HC_EPS, **engram_fields}
+    placement = engram_fields.get("engram_placement", "device")
+    if "disk" in (placement if isinstance(placement, (list, tuple)) else [placement]):
+        raise ValueError(
+            f"`engram_placement` is {placement!r}, but a converted model's tables are in no file yet: leave it out, "
+            "save the model, and load it with that."
+        )
     if unknown := sorted(set(engram_fields) - known):
         raise TypeError(
             f"{unknown} cannot be set: other fields are the backbone's, or follow. Those that can be given are "

@@ -338,7 +338,14 @@ def _find_tensors(checkpoint: Path, config: EngramConfig) -> dict[str, TensorEnt
         entries = read_header(checkpoint / SINGLE_FILE)
     else:
         (weight_map,) = _read_json(checkpoint / INDEX_FILE, weight_map=dict)
-        shards = sorted({weight_map[name] for name in expected if name in weight_map})
+        named = [weight_map[name] for name in expected if name in weight_map]
+        for name in named:
+            if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(
+                    f"{checkpoint / INDEX_FILE} places tensors of the memory in {name!r}, which is no file in the "
+                    "folder: fetch the index again."
+                )
+        shards = sorted(set(named))
         if absent := [name for name in shards if not (checkpoint / name).is_file()]:
             raise FileNotFoundError(
                 f"{checkpoint} lacks {absent}, in which {INDEX_FILE} places tensors of the memory: fetch them."
@@ -370,7 +377,10 @@ def _layer_weights(config: EngramConfig, entries: dict[str, TensorEntry]) -> dic
         wkv = (MappedTensor(entries[f"{prefix}.wkv.{part}"]) for part in ("weight", "scale"))
         weights[f"{prefix}.wkv.weight"] = DequantisedWeight(*wkv)
         for name in ("q_weight", "k_weight"):
-            weights[f"{prefix}.{name}"] = MappedTensor(entries[f"{prefix}.{name}"])
+            entry = entries[f"{prefix}.{name}"]
+            weights[entry.name] = MappedTensor(entry)
+            if not all(torch.isfinite(part).all() for part in weights[entry.name].chunks()):
+                raise ValueError(f"{entry.name} in {entry.path} has values that are not finite: fetch the file again.")
     return weights
 
 

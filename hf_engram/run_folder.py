@@ -11,6 +11,7 @@ written before its checkpoint and removed after it, so that each checkpoint has 
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,32 @@ import torch
 
 
 STATE_FOLDER = "training_state"
+STATE_NAMES = {"step", "base", "data_sha256", "generators", "optimizer"}
 ARGUMENTS_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+CHECKPOINT_NAME = re.compile("checkpoint-[0-9]+")
 
 
 def checkpoints(output: Path) -> list[Path]:
     """The folders checkpoint-<step>, oldest first."""
-    return sorted(output.glob("checkpoint-*[0-9]"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    folders = [path for path in output.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))
+
+
+def check_is_model(source: str) -> None:
+    """Refuses folders that a run leaves, but that no model loads from: its own, and an adapter's.
+
+    Raises:
+        ValueError: `source` is such a folder; says what to name instead.
+    """
+    folder = Path(source)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return
+    if found := checkpoints(folder):
+        raise ValueError(
+            f"{source} is the folder of a training run: name one of its checkpoints, such as {found[-1]}."
+        )
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{source} is an adapter: merge it into its base first (its README.md says how).")
 
 
 def _delete(path: Path) -> None:
@@ -95,12 +116,20 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     """The state that belongs to a checkpoint, on the CPU.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it is not there, or damaged.
     """
     path = _state_path(checkpoint)
+    remedy = f"begin another with --model {checkpoint}, or remove {checkpoint} to go on from the one before it"
     if not path.exists():
-        raise ValueError(f"{path} is missing, so the run cannot go on: begin another with --model {checkpoint}.")
-    return torch.load(path, weights_only=True, map_location="cpu")
+        raise ValueError(f"{path} is missing, so the run cannot go on: {remedy}.")
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # of the many kinds that a damaged file makes torch raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} is damaged ({reason}), so the run cannot go on: {remedy}.") from error
+    if not isinstance(state, dict) or not state.keys() >= STATE_NAMES:
+        raise ValueError(f"{path} holds no state of a run, so that it cannot go on: {remedy}.")
+    return state
 
 
 def save_arguments(output: Path, arguments: dict[str, Any]) -> None:
@@ -109,9 +138,21 @@ def save_arguments(output: Path, arguments: dict[str, Any]) -> None:
 
 
 def load_arguments(output: Path) -> dict[str, Any] | None:
-    """The arguments that the run was last started with; None if there is no run."""
+    """The arguments that the run was last started with; None if there is no run.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     path = output / ARGUMENTS_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        arguments = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): restore it, or begin another run.") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{path} holds no arguments of a run: restore it, or begin another run.")
+    return arguments
 
 
 def log_metrics(output: Path, step: int, values: dict[str, float]) -> None:
@@ -120,10 +161,17 @@ def log_metrics(output: Path, step: int, values: dict[str, float]) -> None:
 
 
 def keep_metrics(output: Path, step: int) -> None:
-    """Drops what was logged after a checkpoint: these steps are taken again."""
+    """Drops what was logged after a checkpoint: these steps are taken again.
+
+    Raises:
+        ValueError: a line is none of a run's.
+    """
     path = output / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     # A line that a kill has cut off is one of those.
-    kept = [f"{line}\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    try:
+        kept = [f"{line}\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has a line that is none of a run's metrics: remove that, or the file.") from error
     with written_whole(path) as temporary:
         temporary.write_text("".join(kept), encoding="utf-8")

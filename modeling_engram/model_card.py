@@ -214,7 +214,8 @@ def _architecture(model: Any, tables: list, dense: int, dense_bytes: int, dtype:
 
 def table_of(rows: dict[str, str]) -> str:
     """Rows of a table in Markdown."""
-    return "\n".join(f"| {name} | {value} |".replace("\n", " ") for name, value in rows.items())
+    cells = ([part.replace("\n", " ").replace("|", "\\|") for part in row] for row in rows.items())
+    return "\n".join(f"| {name} | {value} |" for name, value in cells)
 
 
 def training_section(record: dict[str, Any] | None) -> str:

@@ -16,12 +16,15 @@ import time
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 import hf_engram  # noqa: F401 - registers the architecture with the Auto classes; no code from the Hub is run
+from hf_engram.run_folder import check_is_model
 
 
+ANSWER = '{"prompt": '  # what each line of --output begins with
 PLACEMENTS = ("device", "cpu", "disk")
 
 
@@ -35,6 +38,13 @@ def parse_args() -> argparse.Namespace:
         if not 0 <= (value := float(text)) < float("inf"):
             raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 is greedy, 1 the model's distribution")
         return value
+
+    def device(text: str) -> str:
+        try:
+            torch.zeros(1, device=text).item()
+        except (RuntimeError, AssertionError) as error:
+            raise argparse.ArgumentTypeError(f"{text} cannot be used: {str(error).splitlines()[0]}") from error
+        return text
 
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=formatter)
@@ -53,7 +63,7 @@ def parse_args() -> argparse.Namespace:
                         help="0 is greedy; by default the model's generation config decides")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled answers")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engram-placement", choices=PLACEMENTS, default=argparse.SUPPRESS,
                         help="where the tables live; by default as the model's config says")  # fmt: skip
     parser.add_argument("--assistant", default=argparse.SUPPRESS,
@@ -73,6 +83,8 @@ def parse_args() -> argparse.Namespace:
 
 def load(args: argparse.Namespace):
     """Model, tokenizer, and options of `generate` that hold for all prompts."""
+    for source in (args.model, *([args.assistant] if "assistant" in args else [])):
+        check_is_model(source)
     config = AutoConfig.from_pretrained(args.model)
     options = {"dtype": args.dtype}
     if "engram_placement" in args:
@@ -88,7 +100,7 @@ def load(args: argparse.Namespace):
         tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(args.device).eval()
     # Some configs bound the length of prompt and answer together, which --max-new-tokens is not to be held against.
-    how = {"max_new_tokens": args.max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    how = {"max_new_tokens": args.max_new_tokens, "pad_token_id": tokenizer.pad_token_id, "num_return_sequences": 1}
     if "temperature" in args:
         how |= {"do_sample": args.temperature > 0}
         how |= (
@@ -101,22 +113,24 @@ def load(args: argparse.Namespace):
         how["assistant_model"] = assistant
         other = AutoTokenizer.from_pretrained(args.assistant)
         if other.get_vocab() != tokenizer.get_vocab():
-            how |= {"tokenizer": tokenizer, "assistant_tokenizer": other}
+            how["assistant_tokenizer"] = other
     return model, tokenizer, how
 
 
 def encode(args: argparse.Namespace, model, tokenizer, prompts: list[str | list[dict]]) -> dict[str, torch.Tensor]:
     """The model's inputs, padded on the left: of texts, or of chats as lists of messages."""
+    padding = len(prompts) > 1  # one needs no padding token, which some tokenizers lack
     if args.chat:
         batch = tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+            prompts, add_generation_prompt=True, padding=padding, return_dict=True, return_tensors="pt"
         )
     else:
-        batch = tokenizer(prompts, padding=True, return_tensors="pt")
-    length, limit = batch["input_ids"].shape[1], model.config.max_position_embeddings
+        batch = tokenizer(prompts, padding=padding, return_tensors="pt")
+    length = batch["input_ids"].shape[1]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # some have no bound
     if length == 0:
         raise ValueError("The prompt is empty: give at least one token.")
-    if length + args.max_new_tokens > limit:
+    if limit is not None and length + args.max_new_tokens > limit:
         raise ValueError(
             f"A prompt of {length} tokens and --max-new-tokens {args.max_new_tokens} are more than the {limit} "
             "positions of the model (max_position_embeddings): shorten one."
@@ -137,7 +151,7 @@ class Speed:
     def generate(self, model, tokenizer, batch, **how) -> list[list[int]]:
         """The new token ids of each row, up to and with the end of its text."""
         start = time.perf_counter()
-        output = model.generate(**batch, **how)[:, batch["input_ids"].shape[1] :].tolist()
+        output = model.generate(**batch, tokenizer=tokenizer, **how)[:, batch["input_ids"].shape[1] :].tolist()
         self.seconds += time.perf_counter() - start
         ends = model.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
@@ -167,6 +181,10 @@ def converse(args: argparse.Namespace, model, tokenizer, how: dict, speed: Speed
                 continue
         else:
             text = args.prompt if "prompt" in args else sys.stdin.read()
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"The prompt is not UTF-8: {error}.") from error
         if args.chat:
             history.append({"role": "user", "content": text})
         batch = encode(args, model, tokenizer, [history if args.chat else text])
@@ -176,24 +194,41 @@ def converse(args: argparse.Namespace, model, tokenizer, how: dict, speed: Speed
             return
 
 
+def prompt_of(entry: object, chat: bool) -> str | list[dict]:
+    """What an object of a .jsonl file asks.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one that can be asked.
+    """
+    if not isinstance(entry, dict):
+        raise TypeError
+    prompt = entry["messages"] if chat and "messages" in entry else entry["prompt"]
+    are_messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+    if not (isinstance(prompt, str) or (chat and are_messages)):
+        raise TypeError
+    json.dumps(prompt, ensure_ascii=False).encode()  # half a character, as \ud800, is none
+    return prompt
+
+
 def read_prompts(args: argparse.Namespace) -> list[str | list[dict]]:
     """The prompts of --file: texts, or with --chat, lists of messages."""
-    lines = [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
+    try:
+        text = args.file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--file {args.file} is not UTF-8 ({error}): convert it, e.g. with iconv.") from error
+    # Not `splitlines`, to which some characters within a prompt end a line, too.
+    entries = [line for line in text.split("\n") if line.strip()]
+    if not entries:
         raise ValueError(f"--file {args.file} holds no prompt.")
     if args.file.suffix == ".jsonl":
-        key, other = ("messages", "prompt") if args.chat else ("prompt", None)
-        entries = []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(entries, 1):
             try:
-                entry = json.loads(line)
-                entries.append(entry[key] if key in entry else entry[other])
+                entries[number - 1] = prompt_of(json.loads(line), args.chat)
             except (ValueError, KeyError, TypeError) as error:
+                what = "a text 'prompt'" + (" or a list 'messages' of objects with 'role'" if args.chat else "")
                 raise ValueError(
-                    f"--file {args.file}, entry {number}: no JSON object with {key!r}: {line[:80]}"
+                    f"--file {args.file}, entry {number}: no JSON object with {what}: {line[:80]}"
                 ) from error
-    else:
-        entries = lines
     if not args.chat:
         return entries
     system = [{"role": "system", "content": args.system}] if "system" in args else []
@@ -208,25 +243,42 @@ def answers_so_far(args: argparse.Namespace, prompts: list) -> int:
     """How many prompts the output file has answers to; those must be to these prompts. Answers of a batch that was
     interrupted are removed."""
     if not args.output.exists():
+        if not args.output.parent.is_dir():
+            raise ValueError(f"--output {args.output} lies in a folder that does not exist: make it first.")
         return 0
-    text = args.output.read_text(encoding="utf-8")
-    lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
+    if args.output.samefile(args.file):
+        raise ValueError(f"--output {args.output} is --file, which would be overwritten: name another.")
+    text = args.output.read_text(encoding="utf-8", errors="replace")  # the last character may be cut off
+    *lines, rest = text.split("\n")
     try:
-        asked = [json.loads(line)["prompt"] for line in lines]
+        answers = [json.loads(line) for line in lines]
+        if not all("answer" in entry for entry in answers) or not ANSWER.startswith(rest[: len(ANSWER)]):
+            raise ValueError("These are no answers.")
+        asked = [entry["prompt"] for entry in answers]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--output {args.output} is not a file of answers: name another.") from error
     if asked != prompts[: len(asked)]:
         raise ValueError(f"--output {args.output} answers other prompts than those of {args.file}: name another.")
     if len(lines) < len(prompts):
         lines = lines[: len(lines) // batch_size(args) * batch_size(args)]
-    if (whole := "".join(lines)) != text:
+    if (whole := "".join(f"{line}\n" for line in lines)) != text:
         args.output.write_text(whole, encoding="utf-8")
     return len(lines)
 
 
 def answer_file(args: argparse.Namespace, prompts: list, model, tokenizer, how: dict, speed: Speed) -> None:
-    """Answers the prompts that have no answer yet, a batch at a time."""
+    """Answers the prompts that have no answer yet, a batch at a time; all are checked before the first is."""
     done, size = answers_so_far(args, prompts), batch_size(args)
+    if done:
+        print(f"{args.output} has {done} of {len(prompts)} answers, which stay as they are, whatever the model and "
+              "the options. To answer anew, name another file.", file=sys.stderr)  # fmt: skip
+    if tokenizer.pad_token is None and min(size, len(prompts)) > 1:
+        raise ValueError(f"The tokenizer of {args.model} has no padding token: use --batch-size 1.")
+    for number, prompt in enumerate(prompts[done:], done + 1):
+        try:
+            encode(args, model, tokenizer, [prompt])
+        except (ValueError, TypeError, TemplateError) as error:
+            raise ValueError(f"--file {args.file}, entry {number}: {error}") from error
     with (
         args.output.open("a", encoding="utf-8") as file,
         tqdm(total=len(prompts), initial=done, desc="answers") as bar,
@@ -255,10 +307,11 @@ def main() -> None:
             answer_file(args, prompts, model, tokenizer, how, speed)
         else:
             converse(args, model, tokenizer, how, speed)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TemplateError) as error:
         raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"\n{speed}", file=sys.stderr)
+        raise SystemExit(130) from error  # as shells have it: nothing that waits for this to succeed goes on
     print(speed, file=sys.stderr)
 
 

@@ -4,7 +4,7 @@
 
 The checkpoint is a local folder; of its shards, only those that hold the memory are needed. All checks come before
 anything is written. The new folder is loaded with hf_engram.deepseek_v41.load_memory, and refers to the tables where
-they are: keep the checkpoint where it is, or import again. See docs/deepseek-v41.md.
+they are: keep the checkpoint where it is, or import again. See docs/how-to/deepseek-v41.md.
 """
 
 import argparse

@@ -35,6 +35,7 @@ from hf_engram.inspect import (
 )
 from hf_engram.inspect.report import copy_summary
 from hf_engram.inspect.trace import encode
+from hf_engram.run_folder import check_is_model
 
 
 PAGE_FILE, NUMBERS_FILE = "index.html", "inspect.json"
@@ -49,6 +50,13 @@ def parse_args() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{value} is below 1")
         return value
 
+    def device(text: str) -> str:
+        try:
+            torch.zeros(1, device=text).item()
+        except (RuntimeError, AssertionError) as error:
+            raise argparse.ArgumentTypeError(f"{text} cannot be used: {str(error).splitlines()[0]}") from error
+        return text
+
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -59,7 +67,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ablate", action="store_true", help="also measure the loss with each Engram layer shut off; "
                         "on text that the model was not trained on, what the memory is worth")  # fmt: skip
     parser.add_argument("--max-tokens", type=count, default=5000, metavar="N", help="most tokens of the text to read")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to compute")  # fmt: skip
     parser.add_argument("--engram-placement", choices=("device", "cpu", "disk"), default=argparse.SUPPRESS,
                         help="where the tables live; by default as the model's config says")  # fmt: skip
     parser.add_argument("--screenshot", type=Path, metavar="FILE.png", help="also take a picture of the page, with a "
@@ -69,8 +78,9 @@ def parse_args() -> argparse.Namespace:
 
 def check_output(folder: Path) -> None:
     """Refuses a folder that holds anything but an earlier run."""
-    if folder.is_file():
-        raise SystemExit(f"error: --output {folder} is a file: name a folder.")
+    for path in (folder, *folder.parents):
+        if path.is_file():
+            raise SystemExit(f"error: --output {folder}: {path} is a file: name a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NUMBERS_FILE).is_file():
         raise SystemExit(f"error: --output {folder} holds files that are not an earlier run's: name another folder.")
 
@@ -112,6 +122,7 @@ def load_tokenizers(paths: list[str], text: str, max_tokens: int) -> list:
     """The tokenizers of the models; refuses what cannot be inspected or compared, before any weights are loaded."""
     tokenizers = []
     for path in paths:
+        check_is_model(path)
         config = AutoConfig.from_pretrained(path)
         if not getattr(config, "engram_layer_ids", None):
             raise ValueError(f"{path} ({config.model_type}) has no Engram layers: there is nothing to inspect.")
@@ -135,7 +146,20 @@ def inspect_model(
     model = EngramForCausalLM.from_pretrained(path, dtype="auto", **placement).eval().to(args.device)
     trace = trace_memory(model, tokenizer, text, args.max_tokens, name=name, progress=True)
     ablation = ablate(model, tokenizer, text, args.max_tokens, progress=True) if args.ablate else None
-    return trace, row_usage(trace), row_norms(model, trace), ablation
+    norms = row_norms(model, trace)
+    check_numbers(path, trace, norms, ablation)
+    return trace, row_usage(trace), norms, ablation
+
+
+def check_numbers(path: str, trace: MemoryTrace, norms: list[RowNorms], ablation: Ablation | None) -> None:
+    """Refuses a model that computes no numbers, of which there is nothing to show."""
+    for layer, table in zip(trace.layers, norms, strict=True):
+        for what, values in (("gates", layer.gates[trace.reach > 0]), ("table rows", (table.sample, table.used))):
+            if not all(map(np.all, map(np.isfinite, values))):
+                raise ValueError(f"{path}: {what} of Engram layer {layer.layer_id} are not finite: its weights are "
+                                 "damaged, or diverged in training.")  # fmt: skip
+    if ablation is not None and not np.isfinite([ablation.loss, *ablation.without_layer.values()]).all():
+        raise ValueError(f"{path}: the loss is {ablation.loss}: its weights are damaged, or diverged in training.")
 
 
 def print_table(trace: MemoryTrace, usage: list[RowUsage], norms: list[RowNorms], ablation: Ablation | None) -> None:

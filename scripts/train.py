@@ -73,8 +73,9 @@ SMALLEST_VOCABULARY = 257  # all bytes and END_OF_TEXT
 TOKENIZER_FIELDS = {"engram_layer_ids", "engram_vocab_size", "engram_max_ngram_size", "engram_n_heads",
                     "engram_pad_token_id", "engram_compressed_vocab_size"}  # fmt: skip
 LOGS_FOLDER = "logs"  # TensorBoard's
-# What may differ when a run is resumed, because no later step depends on it.
-FREE_ON_RESUME = {"save_every", "keep", "log_every", "eval_every", "eval_blocks"}
+# What may differ when a run is resumed, because no later step depends on it; the text to train on is known by its
+# digest, so that it may be elsewhere by then.
+FREE_ON_RESUME = {"save_every", "keep", "log_every", "eval_every", "eval_blocks", "eval_data", "data"}
 
 
 # --- tokenizer and model ---------------------------------------------------------------------------------------------
@@ -169,10 +170,15 @@ def add_adapter(args: argparse.Namespace, accelerator: Accelerator, model, token
 
 def load_checkpoint(args: argparse.Namespace, checkpoint: Path, state: dict):
     """The model as it was: in full, or its base with the adapter and the table rows that changed."""
+    own_base = args.output.resolve() / "base"
+    if state["base"] and Path(state["base"]).is_absolute() and not Path(state["base"]).exists() and own_base.exists():
+        state["base"] = str(own_base)  # the output was moved since
     source = state["base"] or checkpoint
+    load(AutoConfig, "--resume", source)  # what has no config.json would else be taken for a model of the default size
     model = EngramForCausalLM.from_pretrained(source, dtype=torch.float32, engram_placement="device")
     if args.lora:
         model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+        model.active_peft_config.base_model_name_or_path = source
         if (checkpoint / TABLE_DELTA_FILE).exists():
             load_table_delta(model, checkpoint)
     return model, AutoTokenizer.from_pretrained(checkpoint)
@@ -180,6 +186,8 @@ def load_checkpoint(args: argparse.Namespace, checkpoint: Path, state: dict):
 
 def choose_weights(args: argparse.Namespace, accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Decides which weights are trained: those of an adapter, of the memory alone, or all; and the tables or not."""
+    if args.memory_only and not model.config.engram_layer_ids:
+        raise ValueError("--memory-only: the model has no memory to train (its `engram_layer_ids` is []).")
     if args.memory_only:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".engram." in name)
@@ -358,9 +366,8 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args()
     if args.resume and (recorded := load_arguments(args.output)):
-        parser.set_defaults(**recorded)
+        parser.set_defaults(**{name: value for name, value in recorded.items() if name != "processes"})
         args = parser.parse_args()
-        del args.processes
     if not args.data:
         parser.error(f"{args.output} holds no run to resume" if args.resume else "--data is needed")
     # So that a run can be resumed from anywhere.
@@ -406,7 +413,8 @@ def find_checkpoint(args: argparse.Namespace, accelerator: Accelerator, argument
 
 
 def main() -> None:
-    args = parse_args()
+    with plain_errors():
+        args = parse_args()
     logging.disable_progress_bar()
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -425,7 +433,8 @@ def main() -> None:
         arguments["processes"] = processes
         checkpoint = find_checkpoint(args, accelerator, arguments)
         state = load_state(checkpoint) if checkpoint else {"step": 0, "base": None}
-        check_block_size(args)
+        if not checkpoint:
+            check_block_size(args)
         documents, held_out = read_documents(args.data, args.text_column, args.split), []
         if args.eval_data:
             held_out = read_documents(args.eval_data, args.text_column, args.split)

@@ -35,7 +35,7 @@ def _panels(names: Sequence[str], layer_ids: Sequence[Sequence[int]], title: str
         for column, axes in enumerate(grid[row]):
             if column < len(layers):
                 prefix = f"{name}, " if len(names) > 1 else ""
-                axes.set_title(f"{prefix}layer {layers[column]}", fontsize=10)
+                axes.set_title(f"{prefix}layer {layers[column]}", fontsize=10, parse_math=False)
                 axes.grid(alpha=0.25)
                 axes.spines[["top", "right"]].set_visible(False)
             else:

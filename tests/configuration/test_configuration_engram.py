@@ -49,6 +49,7 @@ INVALID = [
         for value in (0, -3)
     ),
     *(({name: value}, [f"`{name}`", repr(value)]) for name in ("rms_norm_eps", "hc_eps") for value in (-1e-6, 1.5)),
+    *(({"rms_norm_eps": value}, ["`rms_norm_eps`", repr(value), "1e-20"]) for value in (0, 0.0, 1e-50)),
     ({"initializer_range": -0.1}, ["`initializer_range`", "-0.1"]),
     ({"attention_dropout": 1.0}, ["`attention_dropout`", "1.0"]),
     ({"attention_dropout": -0.5}, ["`attention_dropout`", "-0.5"]),

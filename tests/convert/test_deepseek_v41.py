@@ -197,13 +197,13 @@ def test_folder(imported, checkpoint, text_config, tokenizer):
 
 
 def test_docs_snippet(imported, monkeypatch):
-    """The Python in docs/deepseek-v41.md runs."""
-    text = (REPOSITORY / "docs" / "deepseek-v41.md").read_text(encoding="utf-8")
+    """The Python in docs/how-to/deepseek-v41.md runs."""
+    text = (REPOSITORY / "docs" / "how-to" / "deepseek-v41.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     imported.rename(imported.with_name("v41-memory"))
     monkeypatch.chdir(imported.parent)
     namespace: dict = {}
-    exec(compile(snippet, "docs/deepseek-v41.md", "exec"), namespace)
+    exec(compile(snippet, "docs/how-to/deepseek-v41.md", "exec"), namespace)
     gates, stream, written = (namespace[name] for name in ("gates", "stream", "written"))
     assert gates.shape == stream.shape[:3] and written.shape == stream.shape and not torch.equal(written, stream)
 
@@ -286,6 +286,13 @@ def drop_from_index(checkpoint: Path, name: str) -> None:
     path.write_text(json.dumps(index))
 
 
+def place_in_index(checkpoint: Path, where: object) -> None:
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["layers.1.engram.embed.weight"] = where
+    path.write_text(json.dumps(index))
+
+
 FIRST, SECOND = "model-00003-of-00004.safetensors", "model-00004-of-00004.safetensors"
 EMBED, WKV = "layers.1.engram.embed", "layers.4.engram.wkv"
 REFUSED = {
@@ -352,6 +359,13 @@ REFUSED = {
         lambda c: edit_bytes(c, "layers.1.engram.wkv.weight", 0xFF),
         "wkv.weight .* not finite or too small",
     ),
+    "norm that is not a number": (
+        lambda c: write_rows(c / FIRST, "layers.1.engram.q_weight", [2], b"\xff" * 80),
+        "q_weight .* not finite",
+    ),
+    "shard outside": (lambda c: place_in_index(c, f"../{c.name}/{FIRST}"), "which is no file in the folder"),
+    "shard by its whole path": (lambda c: place_in_index(c, str(c / FIRST)), "which is no file in the folder"),
+    "shard that is no name": (lambda c: place_in_index(c, ["x"]), r"in \['x'\], which is no file in the folder"),
     "no tokenizer": (lambda c: (c / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "damaged tokenizer": (lambda c: (c / "tokenizer.json").write_text("{}"), "tokenizer in .* cannot be loaded"),
     "map size": (

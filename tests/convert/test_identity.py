@@ -264,6 +264,32 @@ def test_rows_of_zero(backbone, plain_tokenizer, ids):
         assert not torch.equal(engram.wkv.weight, before[0])
 
 
+@pytest.mark.parametrize("hc_mult", [1, 4])
+@pytest.mark.parametrize("init_tables", ["zero", "random"])
+def test_tables_in_host_memory(tmp_path, backbone, plain_tokenizer, ids, init_tables, hc_mult):
+    """They are made, saved and loaded as those beside the model are; and there is no file yet for tables on disk."""
+    fields = {**SMALL, "init_tables": init_tables, "hc_mult": hc_mult}
+    models = []
+    for placement in ("device", "cpu"):
+        torch.manual_seed(0)
+        theirs = backbone("llama_smollm2", torch.bfloat16)
+        model, _ = convert_backbone(theirs, plain_tokenizer, engram_placement=placement, **fields)
+        assert [table.placement for table in model.engram_memory.tables] == [placement] * 2
+        assert model.config.engram_placement == placement
+        models.append(model.eval())
+    assert torch.equal(*(logits_of(model, ids(2, 9)) for model in models))
+    model.save_pretrained(tmp_path)
+    loaded = EngramForCausalLM.from_pretrained(tmp_path).eval()
+    assert [table.placement for table in loaded.engram_memory.tables] == ["cpu"] * 2
+    for mine, theirs in zip(loaded.engram_memory.tables, models[0].engram_memory.tables, strict=True):
+        assert torch.equal(mine.weight, theirs.weight) and mine.weight.any() == (init_tables == "random")
+    tokens = model.generate(ids(1, 5), max_new_tokens=4, do_sample=False)
+    assert torch.equal(tokens, models[0].generate(ids(1, 5), max_new_tokens=4, do_sample=False))
+    for placement in ("disk", ["cpu", "disk"]):
+        with pytest.raises(ValueError, match=r"`engram_placement` is .*disk.*are in no file yet"):
+            convert_backbone(theirs, plain_tokenizer, engram_placement=placement, **fields)
+
+
 def test_unknown_init_tables(backbone, plain_tokenizer):
     with pytest.raises(ValueError, match=r"`init_tables` must be one of 'random', 'zero', got 'ngram-mean'"):
         EngramForCausalLM.from_backbone(backbone(), plain_tokenizer, init_tables="ngram-mean", **SMALL)

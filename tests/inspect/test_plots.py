@@ -1,6 +1,7 @@
 """Plots: a panel for each layer of each model, and in it the numbers that were measured."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,13 @@ def test_gates(traced):
         counts, _ = np.histogram(traces[0].layers[1].gates[:, copy], line.get_data().edges)
         np.testing.assert_allclose(line.get_data().values, counts / len(traces[0]))
     assert titles(plot_gates(traces[:1])) == ["layer 0", "layer 2"]
+
+
+def test_a_name_that_looks_like_mathematics(traced):
+    """matplotlib typesets what stands between dollars."""
+    traces = [replace(trace, name=f"a$b^${index}") for index, (_, trace) in enumerate(traced)]
+    figure = plot_gates(traces)
+    assert is_png(figure) and titles(figure)[-1] == "a$b^$1, layer 2"
 
 
 def test_gate_frequency(traced):

@@ -183,6 +183,14 @@ def test_origin_and_training(bound_model, tmp_path):
     assert "## Training" not in plain.text and "add `license` to the metadata" in plain.text
 
 
+def test_a_name_that_would_end_a_cell(bound_model, tmp_path):
+    model = bound_model()
+    model.training_record = {"data": "a|b\nc.txt", "steps": 1}
+    model.save_pretrained(tmp_path)
+    content = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| data | a\\|b c.txt |\n| steps | 1 |\n" in content and is_generated(content)
+
+
 def test_trainer_records(bound_model, tmp_path):
     """With `RecordTraining`, checkpoints' and final cards hold the Trainer's figures; a user's card in the output
     stays."""

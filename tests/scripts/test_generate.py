@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -10,7 +11,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_engram import EngramConfig, EngramForCausalLM, EngramTokenizer
 
@@ -178,8 +179,84 @@ def test_an_assistant_changes_no_answer(run, folders, answer):
     assert printed.out.rstrip("\n") == answer(PROMPTS[0]).rstrip("\n")
 
 
-def test_other_architectures(run, folders):
+def test_an_assistant_of_another_vocabulary(run, folders, answer, plain_tokenizer, tmp_path):
+    backend = plain_tokenizer.train_new_from_iterator([topics["with"]], 300)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=300, eos_token_id=0, bos_token_id=None)).save_pretrained(
+        tmp_path / "other vocabulary"
+    )
+    backend.save_pretrained(tmp_path / "other vocabulary")
+    assert backend.get_vocab() != plain_tokenizer.get_vocab()
+    printed = run(folders["engram"], PROMPTS[0], *NEW, "--assistant", tmp_path / "other vocabulary")
+    assert printed.out.rstrip("\n") == answer(PROMPTS[0]).rstrip("\n")
+
+
+def test_other_architectures(run, folders, plain_tokenizer, tmp_path):
     assert "tokens/s" in run(folders["plain"], PROMPTS[0], *NEW).err
+    # Without rotary positions there is no bound to the length.
+    BloomForCausalLM(BloomConfig(vocab_size=400, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    plain_tokenizer.save_pretrained(tmp_path)
+    assert "tokens/s" in run(tmp_path, PROMPTS[0], *NEW).err
+
+
+def test_lines_end_where_the_file_says(run, folders, answer, tmp_path):
+    """A mark at the file's start is none of the prompt's, and what else may count as the end of a line is."""
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    texts = ["for\u2028while", "a\x0cb", "c\x85d"]
+    prompts.write_bytes(("\ufeff" + "\r\n".join(texts) + "\r\n\r\n").encode())
+    command = [folders["engram"], "--file", prompts, "--output", output, *NEW]
+    run(*command)
+    whole = output.read_text(encoding="utf-8")
+    entries = [json.loads(line) for line in whole.split("\n")[:-1]]
+    assert [entry["prompt"] for entry in entries] == texts
+    assert [entry["answer"] for entry in entries] == [answer(text) for text in texts]
+    again = run(*command)
+    assert "has 3 of 3 answers" in again.err and output.read_text(encoding="utf-8") == whole
+
+
+def test_a_model_without_special_tokens(run, folders, answer, tmp_path):
+    """One prompt needs no padding token; several at a time do."""
+    folder, prompts, output = tmp_path / "model", tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    shutil.copytree(folders["engram"], folder)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        fields = json.loads((folder / name).read_text())
+        drop = ("pad_token", "eos_token", "pad_token_id", "eos_token_id")
+        (folder / name).write_text(json.dumps({key: value for key, value in fields.items() if key not in drop}))
+    assert run(folder, PROMPTS[0], *NEW).out.rstrip("\n") == answer(PROMPTS[0]).rstrip("\n")
+    prompts.write_text("one\ntwo\n")
+    command = [folder, "--file", prompts, "--output", output, *NEW]
+    with pytest.raises(SystemExit, match="--batch-size 1"):
+        run(*command)
+    run(*command, "--batch-size", "1")
+    assert len(output.read_text(encoding="utf-8").split("\n")) == 3
+
+
+def test_a_generation_config_with_stop_strings(run, folders, answer, tmp_path):
+    shutil.copytree(folders["engram"], tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    whole = answer(PROMPTS[0])
+    stop = whole[len(whole) // 2]
+    fields = {"stop_strings": [stop], "num_return_sequences": 2, "do_sample": True, "top_p": 0.5}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    printed = run(tmp_path / "model", PROMPTS[0], *NEW).out.rstrip("\n")
+    assert stop in printed and whole.startswith(printed) and len(printed) < len(whole)
+
+
+def test_an_interruption_is_no_success(run, script, folders, monkeypatch, capsys):
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.Speed, "generate", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        run(folders["engram"], PROMPTS[0], *NEW)
+    assert stopped.value.code == 130 and "tokens/s" in capsys.readouterr().err
+
+
+def test_a_template_that_refuses(run, folders, tmp_path):
+    shutil.copytree(folders["engram"], tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
+    with pytest.raises(SystemExit, match="no system messages"):
+        run(tmp_path / "model", "x", "--chat", *NEW)
 
 
 def test_what_is_refused(run, folders, tmp_path):
@@ -188,9 +265,28 @@ def test_what_is_refused(run, folders, tmp_path):
     other.write_text('{"prompt": "two", "answer": "x"}\n', encoding="utf-8")
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    lines = ['{"prompt": 5}', '{"prompt": null}', '{"prompt": ["a", "b"]}', '{"prompt": "\\ud800"}', "[]", "5"]
+    for number, line in enumerate(lines):
+        (tmp_path / f"bad{number}.jsonl").write_text('{"prompt": "x"}\n\n' + line)
+    chats = ['{"messages": []}', '{"messages": [5]}', '{"messages": {"role": "user"}}', '{"messages": [{"rol": "x"}]}']
+    for number, line in enumerate(chats):
+        (tmp_path / f"chat{number}.jsonl").write_text(line)
+    (tmp_path / "none.jsonl").write_text('{"prompt": "x"}\n{"prompt": ""}\n')
+    (tmp_path / "long.txt").write_text("x\n\n" + "import " * 300)
+    questions = '{"prompt": "one"}\n{"prompt": "two"}'
+    (tmp_path / "questions.jsonl").write_text(questions)
+    (tmp_path / "questions2.jsonl").write_text(questions + "\n")
+    (tmp_path / "notes").write_text("a line without an end")
     engram, plain = folders["engram"], folders["plain"]
+    for name in ("run/checkpoint-9", "run/checkpoint-10", "run/checkpoint-none2", "adapter"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     cases = [
         ([tmp_path / "nothing", "x"], "nothing"),
+        ([tmp_path / "run", "x"], "one of its checkpoints, such as .*checkpoint-10"),
+        ([tmp_path / "adapter", "x"], "is an adapter: merge it"),
+        ([engram, "x", "--assistant", tmp_path / "adapter"], "is an adapter: merge it"),
         ([plain, "x", "--engram-placement", "disk"], "has no tables"),
         ([plain, "x", "--chat"], "no chat template"),
         ([engram, ""], "prompt is empty"),
@@ -199,17 +295,37 @@ def test_what_is_refused(run, folders, tmp_path):
         ([engram, "--file", tmp_path / "empty.txt", "--output", answers], "holds no prompt"),
         ([engram, "--file", tmp_path / "bad.jsonl", "--output", answers], "entry 1"),
         ([engram, "--file", prompts, "--output", other], "answers other prompts"),
-        ([engram, "--file", prompts, "--output", prompts], "not a file of answers"),
+        ([engram, "--file", prompts, "--output", prompts], "would be overwritten"),
+        ([engram, "--file", tmp_path / "questions.jsonl", "--output", tmp_path / "questions.jsonl"], "overwritten"),
+        (
+            [engram, "--file", tmp_path / "questions.jsonl", "--output", tmp_path / "questions2.jsonl"],
+            "not a file of answers",
+        ),
+        ([engram, "--file", prompts, "--output", tmp_path / "notes"], "not a file of answers"),
+        ([engram, "--file", prompts, "--output", tmp_path / "no" / "answers.jsonl"], "folder that does not exist"),
+        ([engram, "--file", tmp_path / "latin.txt", "--output", answers], "latin.txt is not UTF-8"),
+        ([engram, "--file", tmp_path / "none.jsonl", "--output", answers, *NEW], "entry 2: The prompt is empty"),
+        ([engram, "--file", tmp_path / "long.txt", "--output", answers, *NEW], "entry 2: A prompt of"),
+        ([engram, "a\udc80"], "not UTF-8"),
+        *(([engram, "--file", tmp_path / f"bad{n}.jsonl", "--output", answers], "entry 2: no") for n in range(6)),
+        *(
+            ([engram, "--chat", "--file", tmp_path / f"chat{n}.jsonl", "--output", answers], "no JSON")
+            for n in range(4)
+        ),
     ]
     for arguments, message in cases:
         with pytest.raises(SystemExit, match=message):
             run(*arguments)
     assert not answers.exists() and prompts.read_text() == "one\n"
+    assert (tmp_path / "questions.jsonl").read_text() == questions
+    assert (tmp_path / "notes").read_text() == "a line without an end"
     for arguments in (
         ["x", "--temperature", "-1"],
         ["x", "--file", prompts],
         ["--file", prompts],
         ["x", "--system", "y"],
+        ["x", "--device", "nowhere"],
+        ["x", "--device", "cuda:99"],
     ):
         with pytest.raises(SystemExit) as refused:
             run(engram, *arguments)

@@ -152,6 +152,7 @@ def test_what_it_refuses_before_any_work(call, without_weights, tmp_path, monkey
     (here / "empty.txt").write_text("")
     (here / "latin.txt").write_bytes("café".encode("latin-1"))
     (here / "full").mkdir()
+    (here / "run" / "checkpoint-1").mkdir(parents=True)
     (here / "full" / "notes.txt").write_text("mine")
     EngramConfig(engram_layer_ids=[]).save_pretrained(here / "bare")
     for arguments, message in (
@@ -160,7 +161,9 @@ def test_what_it_refuses_before_any_work(call, without_weights, tmp_path, monkey
         (["--text", here / "latin.txt"], "--text .*latin.txt is not UTF-8"),
         (["--output", here / "full"], "--output .*full holds files that are not an earlier run's"),
         (["--output", here / "empty.txt"], "--output .*empty.txt is a file"),
+        (["--output", here / "empty.txt" / "deep" / "down"], "--output .*down: .*empty.txt is a file"),
         (["--model", here / "llama"], r"llama \(llama\) has no Engram layers"),
+        (["--model", here / "run"], "run is the folder of a training run: name one of its checkpoints"),
         (["--model", here / "bare"], r"bare \(engram\) has no Engram layers"),
         (["--compare", here / "other"], "have different tokenizers or token maps"),
         (["--compare", here / "one"], "--compare names the same model as --model"),
@@ -169,6 +172,9 @@ def test_what_it_refuses_before_any_work(call, without_weights, tmp_path, monkey
     ):
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             call("--model", here / "one", *arguments) if "--model" not in arguments else call(*arguments)
+    with pytest.raises(SystemExit) as refused:
+        call("--model", here / "one", "--device", "nowhere")
+    assert refused.value.code == 2
     monkeypatch.setenv("PATH", str(here))
     with pytest.raises(SystemExit, match="A screenshot needs a Chromium browser, and none of chromium"):
         call("--model", here / "one", "--screenshot", here / "picture.png")
@@ -179,6 +185,26 @@ def test_missing_weights_leave_no_folder(call, without_weights):
     with pytest.raises(SystemExit, match=r"error: .*safetensors"):
         call("--model", without_weights / "one")
     assert not (without_weights / "out").exists()
+
+
+@pytest.mark.parametrize("what", ["gates", "table rows", "the loss"])
+def test_a_model_without_numbers(call, folders, tmp_path, what):
+    """Training that has diverged, or a damaged file: no half a report."""
+    model, tokenizer = load(folders / "one")
+    weights = {
+        "gates": model.model.layers[0].mlp.up_proj.weight,
+        "table rows": model.model.engram_memory.tables[1].weight,
+        "the loss": model.model.norm.weight,
+    }
+    weight = weights[what].detach()
+    # Of a table, only rows that the text does not use: a sample of all is shown, too.
+    used = trace_memory(model, tokenizer, TEXT).layers[1].row_ids if what == "table rows" else []
+    weight[[row for row in range(len(weight)) if row not in used]] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    with pytest.raises(SystemExit, match=rf"error: .*broken: {what} .*(finite|is nan).*: its weights are damaged"):
+        call("--model", tmp_path / "broken", "--ablate")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plain_model(call, tmp_path):

@@ -94,7 +94,7 @@ def test_kill_9_and_resume(resume, corpus, finished, tmp_path):
 
 def test_resume_takes_the_arguments_of_the_run(run, resume, corpus, finished, tmp_path, monkeypatch):
     """From another folder than the run was started in, and all arguments again are right, too. What changes nothing
-    may differ; and a run that has not come to its first checkpoint begins anew."""
+    may differ, such as where the text is; and a run that has not come to its first checkpoint begins anew."""
     monkeypatch.chdir(corpus.parent)
     output = tmp_path / "run"
     run(output, "--steps=12", *CONFIG, "--data", corpus.name)
@@ -102,7 +102,8 @@ def test_resume_takes_the_arguments_of_the_run(run, resume, corpus, finished, tm
     for name in ("checkpoint-8", "checkpoint-12"):
         shutil.rmtree(output / name)
     monkeypatch.chdir(tmp_path)
-    resume(output, "--save-every=6")
+    shutil.copytree(corpus, "moved text")
+    resume(output, "--save-every=6", "--data", "moved text")
     assert {"checkpoint-4", "checkpoint-6", "checkpoint-12"} < names_in(output) and not (
         output / "checkpoint-8"
     ).exists()
@@ -183,7 +184,8 @@ def test_from_a_backbone_memory_only(run, backbone, tmp_path):
 
 
 def test_lora_and_resume(run, train, backbone, tmp_path, monkeypatch):
-    """Adapter, full modules and table rows: an interrupted run goes on to the bit, and the adapter's base is kept."""
+    """Adapter, full modules and table rows: an interrupted run goes on to the bit, wherever its folder was moved, and
+    the adapter's base is kept."""
     arguments = ["--steps=6", "--save-every=2", "--model", backbone, "--lora=2", "--config", *MEMORY]
     run(tmp_path / "whole", *arguments)
     save = train.save_checkpoint
@@ -197,13 +199,15 @@ def test_lora_and_resume(run, train, backbone, tmp_path, monkeypatch):
         patch.setattr(train, "save_checkpoint", save_then_stop)
         run(tmp_path / "cut", *arguments)
     assert not (tmp_path / "cut" / "checkpoint-6").exists()
-    run(tmp_path / "cut", *arguments, "--resume")
-    folder = tmp_path / "cut" / "checkpoint-6"
+    (tmp_path / "cut").rename(tmp_path / "moved")
+    run(tmp_path / "moved", *arguments, "--resume")
+    folder = tmp_path / "moved" / "checkpoint-6"
     assert_same_checkpoint(folder, tmp_path / "whole" / "checkpoint-6")
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert metrics(tmp_path / "moved") == metrics(tmp_path / "whole")
     assert not (folder / "model.safetensors").exists() and (folder / TABLE_DELTA_FILE).is_file()
 
     base_folder = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base_folder == str(tmp_path / "moved" / "base")
     base = EngramForCausalLM.from_pretrained(base_folder).eval()
     assert all(torch.equal(base.state_dict()[n], v) for n, v in load_file(backbone / "model.safetensors").items())
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,8 +1,10 @@
 """What scripts/train.py refuses, and what it leaves when it fails."""
 
+import json
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +154,50 @@ def test_what_is_not_there(run, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(SystemExit):
         run(tmp_path / "run", "--model", tmp_path / "adapter")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGE = {
+    "half a run.json": (lambda run: truncate(run / "run.json"), "run.json is not JSON"),
+    "no run in run.json": (lambda run: (run / "run.json").write_text("[1]"), "run.json holds no arguments of a run"),
+    "a number for a name": (lambda run: edit_json(run / "run.json", model=5), "not int"),
+    "no processes": (lambda run: edit_json(run / "run.json", processes=None), "processes was None, is 1"),
+    "an empty state": (lambda run: state_of(run / "checkpoint-12").write_bytes(b""), "12.pt is damaged"),
+    "half a state": (lambda run: truncate(state_of(run / "checkpoint-12")), "12.pt is damaged .* or remove .*-12"),
+    "no state": (lambda run: torch.save({}, state_of(run / "checkpoint-12")), "12.pt holds no state of a run"),
+    "no weights": (lambda run: (run / "checkpoint-12" / "model.safetensors").unlink(), "no file named model.safetens"),
+    "half the weights": (lambda run: truncate(run / "checkpoint-12" / "model.safetensors"), "is truncated"),
+    "no config": (lambda run: (run / "checkpoint-12" / "config.json").unlink(), "--resume .*-12 cannot be loaded"),
+    "metrics": (lambda run: (run / "metrics.jsonl").write_text('{"loss": 1}\n'), "has a line that is none of a run's"),
+}
+
+
+def edit_json(path: Path, **fields) -> None:
+    """Changes fields; None removes them."""
+    changed = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_files(resume, finished, tmp_path, case):
+    """Named in one line; what is there stays as it is."""
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    damage, message = DAMAGE[case]
+    damage(output)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        resume(output)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+def test_memory_only_without_memory(run, backbone, tmp_path):
+    with pytest.raises(SystemExit, match="error: --memory-only: the model has no memory to train"):
+        run(tmp_path / "run", "--model", backbone, "--memory-only", "--config", "engram_layer_ids=[]")
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_of_another_run_is_refused(run, resume, finished, tmp_path):

@@ -34,12 +34,15 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def check_is_model(source: str) -> None:
-    """Refuses folders that a run leaves, but that no model loads from: its own, and an adapter's.
+    """Refuses folders of a run, from which no model loads (its own, an adapter's), and paths that lead nowhere.
 
     Raises:
         ValueError: `source` is such a folder; says what to name instead.
     """
     folder = Path(source)
+    is_path = source.startswith((".", "~", os.sep)) or source.count("/") > 1
+    if not folder.exists() and (is_path or ("/" in source and folder.parent.is_dir())):
+        raise ValueError(f"{source} does not exist. (A model on the Hub is named owner/name.)")
     if not folder.is_dir() or (folder / "config.json").exists():
         return
     if found := checkpoints(folder):

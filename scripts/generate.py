@@ -53,7 +53,8 @@ def parse_args() -> argparse.Namespace:
                         help="the text; by default standard input: in a terminal each line is one")  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="the text is a user's message: use the chat template")
     parser.add_argument("--system", default=argparse.SUPPRESS, help="system message of a chat")
-    parser.add_argument("--file", type=Path, default=argparse.SUPPRESS, help="prompts to answer, .txt or .jsonl")
+    parser.add_argument("--file", type=Path, default=argparse.SUPPRESS,
+                        help='prompts to answer: one a line, or .jsonl with "prompt" or "messages"')  # fmt: skip
     parser.add_argument(
         "--output", type=Path, default=argparse.SUPPRESS, help="file for the answers to --file, .jsonl"
     )
@@ -62,13 +63,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=temperature, default=argparse.SUPPRESS,
                         help="0 is greedy; by default the model's generation config decides")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled answers")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                        help="of the weights; auto is as they were saved")  # fmt: skip
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to compute: cpu, cuda, cuda:1, ...")  # fmt: skip
     parser.add_argument("--engram-placement", choices=PLACEMENTS, default=argparse.SUPPRESS,
                         help="where the tables live; by default as the model's config says")  # fmt: skip
     parser.add_argument("--assistant", default=argparse.SUPPRESS,
                         help="a smaller model, folder or Hub id, that guesses ahead")  # fmt: skip
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # the prompt may follow the options
     if ("file" in args) != ("output" in args):
         parser.error("--file and --output go together")
     if "file" in args and "prompt" in args:

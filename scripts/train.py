@@ -1,6 +1,6 @@
 """Train an Engram model: from scratch, from a checkpoint or a pretrained decoder; all weights, memory or adapters.
 
-    python scripts/train.py runs/first --data corpus/ --config hidden_size=256 num_hidden_layers=6   # from scratch
+    python scripts/train.py runs/first --data corpus/ --config hidden_size=256 intermediate_size=768   # from scratch
     python scripts/train.py runs/first --resume                                                      # after a crash
     python scripts/train.py runs/tuned --data notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --lora 16
     accelerate launch --num_processes 2 scripts/train.py ...                                         # data parallel

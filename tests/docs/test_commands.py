@@ -43,6 +43,7 @@ def options(script: str) -> frozenset[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", take)
+        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", take)
         patch.setattr(sys, "argv", [script])
         # What a script sets on import is for itself.
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -110,6 +110,11 @@ def test_a_text_is_completed(run, folders, answer, placement):
     assert run(folders["engram"], *NEW, stdin=PROMPTS[0]).out == printed.out
 
 
+def test_the_prompt_may_follow_the_options(run, folders, answer):
+    printed = run(folders["engram"], *NEW, PROMPTS[0])
+    assert printed.out.rstrip("\n") == answer(PROMPTS[0]).rstrip("\n")
+
+
 def test_a_chat_uses_the_template(run, folders, answer):
     expected = answer("<system>Be brief.<eos><user>Why?<eos><assistant>")
     printed = run(folders["engram"], "Why?", "--chat", "--system", "Be brief.", *NEW)

@@ -237,7 +237,7 @@ def draw_stream() -> Drawing:
         end = (850, 38) if is_last else (x + 310, 38)
         points = [(x + 30, top - 4), (x + 30, 38), end]
         drawing.arrow(*points, *([] if is_last else [(x + 310, top - 4)]), style=style, dashed=True)
-        drawing.text(x + 38, 78, f"mixes of {name}", f"small {style}", "start")
+        drawing.text(x + 38, 78, f"weights of {name}", f"small {style}", "start")
         reader = "the next layer" if is_last else "the MLP"
         drawing.text(x + 38, 30, f"its pre collapses the stream for {reader}", "soft", "start")
         drawing.arrow((x + 20, bottom + 4), (x + 20, 215))
@@ -264,7 +264,7 @@ def draw_placement() -> Drawing:
         drawing.arrow((180, 80), (180, y), (222, y), style="a")
         drawing.box(224, y - 15, length, 30, "", style)
         drawing.arrow((224 + length, y), (x, y), (x, 82), style=style)
-    drawing.text(290, 135, "beside the model, host memory or disk", "soft", "start")
+    drawing.text(290, 135, "read while layer 0 computes", "soft", "start")
     drawing.text(234, 190, "read while layers 0 to 13 compute", "soft", "start")
     drawing.text(430, 235, "time \u2192", "soft")
     return drawing

@@ -1,6 +1,6 @@
 """Is the memory worth its bytes? Models with and without it, trained alike on real text: held-out loss, and why.
 
-    python benchmarks/learning.py            # everything: 20 models, within an hour on two cores
+    python benchmarks/learning.py            # everything: 27 models, within an hour on two cores
     python benchmarks/learning.py --quick    # fewer steps and one seed: what to expect of the figures, not the figures
 
 Text: Python's own documentation and sources as they are installed, split by file. All models see the same batches in
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="training steps of each model (default 300; quick: 60)")
     parser.add_argument("--seeds", type=int, nargs="+", help="of weights and order (default 0 1 2; quick: 0)")
     parser.add_argument("--ablation-seeds", type=int, nargs="+",
-                        help="of all models but the two that are compared (default: the first two)")  # fmt: skip
+                        help="of all models but the two that are compared (default: all)")  # fmt: skip
     parser.add_argument("--max-files", type=int, help="most modules to use (default all; quick: 200)")
     parser.add_argument("--held-out-blocks", type=int, default=480, help="blocks to measure on (default 480)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="models at a time (default: one a core)")
@@ -359,7 +359,7 @@ def main() -> None:
     args.steps = args.steps or (60 if args.quick else 300)
     args.seeds = args.seeds or ([0] if args.quick else [0, 1, 2])
     args.max_files = args.max_files or (200 if args.quick else None)
-    args.ablation_seeds = args.ablation_seeds or args.seeds[:2]
+    args.ablation_seeds = args.ablation_seeds or args.seeds
     arms = [TWIN, MAIN, ARMS[6]] if args.quick else ARMS
     seeds = {arm: args.seeds if arm in (TWIN, MAIN) else args.ablation_seeds for arm in arms}
     if not set(args.ablation_seeds) <= set(args.seeds):

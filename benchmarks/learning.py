@@ -14,6 +14,7 @@ over the cores. A finished model's figures are kept in the output folder, so tha
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
@@ -258,8 +259,8 @@ def report(results: dict[str, list[dict]], counts: dict[str, list[int]], setting
     """The tables, in Markdown."""
     lines = ["# What the memory is worth", ""]
     lines.append(
-        f"{settings['steps']} steps of {BATCH * BLOCK} tokens, seeds {settings['seeds']} for the first two models and "
-        f"{settings['ablation_seeds']} for the others; held-out loss in nats per token, mean and standard deviation. "
+        f"{settings['steps']} steps of {BATCH * BLOCK} tokens, seeds {settings['seeds']}; held-out loss in nats per "
+        f"token, mean and standard deviation over seeds. "
         f"Torch {settings['torch']}, {settings['date']}."
     )
     lines += ["", "| model | active parameters | tables | held-out loss | gain of memory | seconds |"]
@@ -350,8 +351,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, and half of the models")
     parser.add_argument("--steps", type=int, help="training steps of each model (default 300; quick: 60)")
     parser.add_argument("--seeds", type=int, nargs="+", help="of weights and order (default 0 1 2; quick: 0)")
-    parser.add_argument("--ablation-seeds", type=int, nargs="+",
-                        help="of all models but the two that are compared (default: all)")  # fmt: skip
     parser.add_argument("--max-files", type=int, help="most modules to use (default all; quick: 200)")
     parser.add_argument("--held-out-blocks", type=int, default=480, help="blocks to measure on (default 480)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="models at a time (default: one a core)")
@@ -359,11 +358,7 @@ def main() -> None:
     args.steps = args.steps or (60 if args.quick else 300)
     args.seeds = args.seeds or ([0] if args.quick else [0, 1, 2])
     args.max_files = args.max_files or (200 if args.quick else None)
-    args.ablation_seeds = args.ablation_seeds or args.seeds
     arms = [TWIN, MAIN, ARMS[6]] if args.quick else ARMS
-    seeds = {arm: args.seeds if arm in (TWIN, MAIN) else args.ablation_seeds for arm in arms}
-    if not set(args.ablation_seeds) <= set(args.seeds):
-        parser.error(f"--ablation-seeds {args.ablation_seeds} must be among --seeds {args.seeds}")
     start = time.perf_counter()
 
     data, tokenizer = read_data(args)
@@ -374,7 +369,7 @@ def main() -> None:
     # Spawned: a fork of a process whose libraries have threads may wait for one of them for ever.
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
         jobs = {}
-        for arm, seed in [(one, seed) for one in arms for seed in seeds[one]]:
+        for arm, seed in itertools.product(arms, args.seeds):
             file = folder / f"{arm.name.replace(' ', '_')}-{seed}.json"
             settings = {**shared, **dataclasses.asdict(arm), "seed": seed}
             if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["settings"] != settings:
@@ -383,7 +378,7 @@ def main() -> None:
             file, settings = jobs[job]
             file.write_text(json.dumps(job.result() | {"settings": settings}, indent=1) + "\n", encoding="utf-8")
 
-    files = {arm: [folder / f"{arm.name.replace(' ', '_')}-{seed}.json" for seed in seeds[arm]] for arm in arms}
+    files = {arm: [folder / f"{arm.name.replace(' ', '_')}-{seed}.json" for seed in args.seeds] for arm in arms}
     results = {arm.name: [json.loads(f.read_text(encoding="utf-8")) for f in of] for arm, of in files.items()}
     counts = {
         key: np.mean([np.bincount(data[seed][name].flatten(), minlength=3) for seed in args.seeds], axis=0).tolist()
@@ -392,7 +387,6 @@ def main() -> None:
     settings = {
         **shared,
         "seeds": args.seeds,
-        "ablation_seeds": args.ablation_seeds,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }

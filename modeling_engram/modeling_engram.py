@@ -2,14 +2,12 @@
 
 import importlib
 import inspect
-import os
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
@@ -25,18 +23,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_engram import EngramConfig
-from ..tokenization.ngram_hashing import check_token_ids
-from ..tokenization.token_map import token_map_sha256
-from .decoder_layer import EngramAttention, EngramDecoderLayer
-from .engram_layer import EngramLayer
+from .decoder_layer import EngramDecoderLayer
 from .engram_memory import EngramMemory
-from .engram_table import EngramTable
-from .hyper_connection import HyperConnection
 from .live_tokens import live_tokens, positions_by_visibility
-from .model_card import write_model_card
 from .ngram_hasher import NgramHasher
 from .ngram_history import has_history
-from .placement_mixin import EngramPlacementMixin
+from .pretrained_model import EngramPreTrainedModel, check_input_ids
 from .row_request import RowRequest, awaited
 
 
@@ -51,215 +43,6 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
     if past_key_values is not None and CACHE_NAME != "past_key_values" and not torch.compiler.is_compiling():
         warnings.warn("`past_key_values` is deprecated. Use `cache` instead.", FutureWarning, stacklevel=3)
     return cache if cache is not None else past_key_values
-
-
-class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
-    """What all Engram models share: initialisation, loading, and the way from token ids to hash ids."""
-
-    config: EngramConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    model_tags = ["engram"]
-    _no_split_modules = ["EngramDecoderLayer"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
-    _keep_in_fp32_modules_strict = ["attn_hc", "mlp_hc"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": EngramDecoderLayer, "attentions": EngramAttention}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, EngramTable):
-            # Rows of zeros, read by random weights: no effect at the start, and rows learn from the first step on.
-            if module.is_float_parameter:
-                init.zeros_(module.weight)
-            return
-        super()._init_weights(module)
-        if isinstance(module, EngramLayer):
-            init.ones_(module.q_weight)
-            init.ones_(module.k_weight)
-        elif isinstance(module, HyperConnection) and module.hc_mult > 1:
-            init.normal_(module.fn, mean=0.0, std=self.config.initializer_range)
-            init.copy_(module.base, module.initial_base())
-            init.zeros_(module.scale)
-        elif isinstance(module, NgramHasher):
-            for name, value in module.constants(device="cpu").items():
-                init.copy_(getattr(module, name), value)
-
-    @property
-    def _hasher(self) -> NgramHasher:
-        hasher = self.base_model.engram_hasher
-        if hasher is None:
-            raise ValueError("The model has no Engram layers (`engram_layer_ids` is []), hence no hash ids.")
-        return hasher
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        output_loading_info: bool = False,
-        **kwargs: Any,
-    ):
-        """As [`PreTrainedModel.from_pretrained`], but nothing of the decoder may be missing from the checkpoint or
-        left over, and the hash's constants and token map must be those of the config. Heads may be new, as usual.
-        `engram_placement="device"`, `"cpu"` or `"disk"` says where the tables live, see [`EngramConfig`].
-
-        Raises:
-            ValueError: the weights and config.json are not of the same model.
-        """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        prefix = "" if model.base_model is model else f"{cls.base_model_prefix}."
-        missing = sorted(key for key in info["missing_keys"] if key.startswith(prefix))
-        unexpected = sorted(
-            key
-            for key in info["unexpected_keys"]
-            if key.removeprefix(f"{cls.base_model_prefix}.").startswith(("layers.", "engram_"))
-        )
-        # Without a path, the caller gives the weights (or none) and asks for the rest to be initialised.
-        if pretrained_model_name_or_path is not None and (missing or unexpected):
-            raise ValueError(
-                f"The weights in {pretrained_model_name_or_path} are not of this {cls.__name__}: they lack {missing} "
-                f"and bring {unexpected}, which the config has no place for. Restore the config.json that they were "
-                "saved with."
-            )
-        hasher = model.base_model.engram_hasher
-        # A model may be saved before a tokenizer is bound to it.
-        if hasher is not None and hasher.is_bound:
-            hasher.check()
-        return (model, info) if output_loading_info else model
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As [`PreTrainedModel.save_pretrained`]; the folder also gets the code that loads it, and a model card."""
-        if os.path.isfile(save_directory):
-            raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
-        hasher = self.base_model.engram_hasher
-        # A layout field that was set since would make a folder that does not load.
-        if hasher is not None and hasher.is_bound:
-            hasher.check()
-        super().save_pretrained(save_directory, *args, **kwargs)
-        write_model_card(self, save_directory)
-
-    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any):
-        # Where the Hub has no card yet, Transformers has just put one without content over ours.
-        write_model_card(self, working_dir, name=repo_id)
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
-
-    def bind_tokenizer(self, tokenizer: Any) -> "EngramPreTrainedModel":
-        """Installs the tokenizer's map from token ids to compressed ids.
-
-        Args:
-            tokenizer ([`EngramTokenizer`]): the one that the config was made from, or one that extends it by added
-                tokens (after `resize_token_embeddings`).
-
-        Returns:
-            the model.
-
-        Raises:
-            ValueError: the tokenizer's layout, size or map is not the model's.
-        """
-        if not hasattr(tokenizer, "engram_fields"):
-            raise ValueError(
-                f"`tokenizer` is a {type(tokenizer).__name__}, which has no token map: wrap it with "
-                "`EngramTokenizer.from_tokenizer(tokenizer, ...)`."
-            )
-        hasher, config = self._hasher, self.config
-        fields = tokenizer.engram_fields()
-        for name in (
-            "engram_layer_ids",
-            "engram_vocab_size",
-            "engram_max_ngram_size",
-            "engram_n_heads",
-            "engram_pad_token_id",
-            "engram_compressed_vocab_size",
-        ):
-            if fields[name] != getattr(config, name):
-                raise ValueError(
-                    f"The tokenizer's `{name}` is {fields[name]}, the model's is {getattr(config, name)}: use the "
-                    "tokenizer that the model was made for, or build the config with `**tokenizer.engram_fields()`."
-                )
-        token_map = tokenizer.token_map
-        if config.engram_token_map_sha256 is not None:
-            known = token_map[: config.engram_token_map_size]
-            if len(known) < config.engram_token_map_size or token_map_sha256(known) != config.engram_token_map_sha256:
-                raise ValueError(
-                    f"The tokenizer's token map ({len(token_map)} ids, sha256 {fields['engram_token_map_sha256']}) is "
-                    f"not the model's ({config.engram_token_map_size} ids, sha256 {config.engram_token_map_sha256}): "
-                    "it is another tokenizer, and every hash would be wrong."
-                )
-        hasher.bind_token_map(token_map)
-        config.engram_token_map_size = fields["engram_token_map_size"]
-        config.engram_token_map_sha256 = fields["engram_token_map_sha256"]
-        return self
-
-    def compute_hash_ids(
-        self,
-        input_ids: torch.LongTensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        token_mask: torch.Tensor | None = None,
-    ) -> torch.LongTensor:
-        """The table rows of every token's n-grams, as the model computes them itself.
-
-        Args:
-            input_ids: integer `[B, L]`.
-            attention_mask: `[B, L]` or None; zero where a token is padding.
-            position_ids: `[B, L]` or None; where they restart, a packed document begins.
-            token_mask: bool `[B, L]` or None; False where a token is not text.
-
-        Returns:
-            int64 `[B, L, n_engram_layers, C]`.
-        """
-        hasher = self._hasher
-        check_input_ids(input_ids, self.config.vocab_size)
-        live = live_tokens(input_ids.shape, attention_mask, token_mask)
-        return hasher(input_ids, dead=None if live is None else ~live, position_ids=position_ids)
-
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
-    ) -> nn.Embedding:
-        """As [`PreTrainedModel.resize_token_embeddings`]; the token map follows, and is checked first.
-
-        Raises:
-            ValueError: the compressed ids that the tables were made with leave none for the new tokens.
-        """
-        hasher = self.base_model.engram_hasher
-        if hasher is None or (new_num_tokens is None and pad_to_multiple_of is None):
-            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        # Another type is refused by Transformers.
-        if isinstance(pad_to_multiple_of, int):
-            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
-        if vocab_size <= self.config.engram_pad_token_id:
-            raise ValueError(
-                f"`new_num_tokens` ({vocab_size}) would drop `engram_pad_token_id` "
-                f"({self.config.engram_pad_token_id})."
-            )
-        if vocab_size < self.config.engram_compressed_vocab_size:
-            raise ValueError(
-                f"`new_num_tokens` ({vocab_size}) is below `engram_compressed_vocab_size` "
-                f"({self.config.engram_compressed_vocab_size}), which fixes the hash that the tables are addressed by."
-            )
-        token_map = hasher.resize_token_map(vocab_size)
-        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        hasher.token_map = token_map
-        if self.config.engram_token_map_size is not None and vocab_size < self.config.engram_token_map_size:
-            self.config.engram_token_map_size = vocab_size
-            self.config.engram_token_map_sha256 = token_map_sha256(token_map.cpu().numpy())
-        return embeddings
-
-
-def check_input_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Raises unless `input_ids` are integers `[B, L]` in `[0, vocab_size)`, see [`check_token_ids`]."""
-    if input_ids.ndim != 2:
-        raise ValueError(f"`input_ids` must be [batch, length], got shape {tuple(input_ids.shape)}.")
-    check_token_ids(input_ids, vocab_size)
 
 
 class EngramModel(EngramPreTrainedModel):

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..configuration.configuration_engram import EngramConfig
 from ..tokenization.ngram_hashing import check_token_ids
@@ -37,6 +38,13 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": EngramDecoderLayer, "attentions": EngramAttention}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The Trainer smooths shifted labels only for classes whose names are in here. No model type is named as a
+        # class is. FSDP2, which makes a subclass with a name of its own, passes here, too.
+        if issubclass(cls, GenerationMixin):
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -175,6 +175,42 @@ def test_trainer(tiny_model, random_ids, tmp_path, checkpointing):
         assert trainer.state.global_step == 4
 
 
+def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Of the next token: `epsilon` of the weight is spread evenly over the vocabulary."""
+    log_p, following = logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    there = following != -100
+    of_label = log_p.gather(-1, following.clamp_min(0)[..., None])[..., 0]
+    return -((1 - epsilon) * of_label + epsilon * log_p.mean(-1))[there].mean()
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapter", "subclass", "hub"])
+def test_label_smoothing(lively_model, random_ids, tmp_path, remote_modules, monkeypatch, kind):
+    """The Trainer smooths the loss of the next token, not that of the token it was given."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model, ids = lively_model(), random_ids(2, 8)
+    labels = ids.clone()
+    labels[1, 5:] = -100
+    expected = smoothed_loss(model(ids).logits, labels, 0.1)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
+    elif kind == "subclass":
+        model.__class__ = type("OurCausalLM", (EngramForCausalLM,), {})
+    elif kind == "hub":
+        model.save_pretrained(tmp_path / "hub")
+        # As in a process that has not imported the package.
+        monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "EngramForCausalLM")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
+        assert type(model) is not EngramForCausalLM
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"), report_to=[], use_cpu=True, label_smoothing_factor=0.1, disable_tqdm=True
+    )
+    loss = Trainer(model=model, args=arguments).compute_loss(model, {"input_ids": ids, "labels": labels})
+    torch.testing.assert_close(loss, expected)
+
+
 def test_dropout_is_off_in_eval(tiny_model, random_ids):
     """Attention dropout acts in training only."""
     model = tiny_model(attention_dropout=0.5, initializer_range=0.2)

@@ -187,7 +187,8 @@ def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor, epsilon: float) ->
 def test_label_smoothing(lively_model, random_ids, tmp_path, remote_modules, monkeypatch, kind):
     """The Trainer smooths the loss of the next token, not that of the token it was given."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model, ids = lively_model(), random_ids(2, 8)
@@ -202,7 +203,8 @@ def test_label_smoothing(lively_model, random_ids, tmp_path, remote_modules, mon
         model.save_pretrained(tmp_path / "hub")
         # As in a process that has not imported the package.
         monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "EngramForCausalLM")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
+        remote_class = get_class_from_dynamic_module("modeling_engram.EngramForCausalLM", str(tmp_path / "hub"))
+        model = remote_class.from_pretrained(tmp_path / "hub")
         assert type(model) is not EngramForCausalLM
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "run"), report_to=[], use_cpu=True, label_smoothing_factor=0.1, disable_tqdm=True

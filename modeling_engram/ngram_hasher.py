@@ -45,7 +45,7 @@ class NgramHasher(nn.Module):
         multipliers = build_multipliers(
             tuple(config.engram_layer_ids), config.engram_compressed_vocab_size, config.engram_max_ngram_size
         )
-        if config.engram_token_map_sha256 is None and config.engram_compressed_vocab_size == config.vocab_size:
+        if self._is_identity:
             token_map = torch.arange(config.vocab_size, dtype=torch.int32, device=device)
         else:
             token_map = torch.full((config.vocab_size,), UNBOUND, dtype=torch.int32, device=device)
@@ -59,23 +59,46 @@ class NgramHasher(nn.Module):
 
     @property
     def is_bound(self) -> bool:
-        """Whether a token map is installed."""
-        return not self.token_map.is_meta and bool((self.token_map != UNBOUND).all())
+        """Whether a token map is installed: a tokenizer's, or the identity of a config that asks for no other."""
+        return not self.token_map.is_meta and bool((self.token_map != UNBOUND).any())
 
     def bind_token_map(self, token_map: np.ndarray) -> None:
-        """Installs a tokenizer's map; ids from `len(token_map)` on, which it never gives, hash as the pad token.
+        """Installs a tokenizer's map, and its size and digest in the config; ids from `len(token_map)` on, which the
+        tokenizer never gives, hash as the pad token.
 
         Args:
             token_map: int `[len(tokenizer)]`, compressed ids.
 
         Raises:
-            ValueError: longer than the vocabulary, or an id beyond the compressed vocabulary.
+            ValueError: not the map that the config names, longer than the vocabulary, or an id beyond the compressed
+                vocabulary. Nothing is changed.
         """
         config = self.config
+        token_map = np.asarray(token_map)
+        if token_map.ndim != 1 or token_map.size == 0 or not np.issubdtype(token_map.dtype, np.integer):
+            raise ValueError(
+                f"`token_map` must hold one integer for every token id, got {token_map.dtype} of the shape "
+                f"{list(token_map.shape)}: pass `tokenizer.token_map`."
+            )
+        sha256, known = token_map_sha256(token_map), token_map[: config.engram_token_map_size]
+        if config.engram_token_map_sha256 is not None and (
+            len(known) < config.engram_token_map_size or token_map_sha256(known) != config.engram_token_map_sha256
+        ):
+            raise ValueError(
+                f"The tokenizer's token map ({len(token_map)} ids, sha256 {sha256}) is not the model's "
+                f"({config.engram_token_map_size} ids, sha256 {config.engram_token_map_sha256}): it is another "
+                "tokenizer, and every hash would be wrong. Bind the one that the model was made with."
+            )
         if len(token_map) > config.vocab_size:
             raise ValueError(
                 f"The tokenizer has {len(token_map)} tokens, more than the model's `vocab_size` "
-                f"({config.vocab_size}): call `model.resize_token_embeddings(len(tokenizer))` first."
+                f"({config.vocab_size}): it is another model's, or tokens were added to it. In that case call "
+                "`model.resize_token_embeddings(len(tokenizer))` first."
+            )
+        if config.engram_pad_token_id >= len(token_map):
+            raise ValueError(
+                f"The model's `engram_pad_token_id` is {config.engram_pad_token_id}, but the tokenizer's ids end at "
+                f"{len(token_map) - 1}: build the config with `**tokenizer.engram_fields()`."
             )
         lowest, highest = int(token_map.min()), int(token_map.max())
         if lowest < 0 or highest >= config.engram_compressed_vocab_size:
@@ -84,72 +107,133 @@ class NgramHasher(nn.Module):
                 f"{config.engram_compressed_vocab_size}), the config's `engram_compressed_vocab_size`: build the "
                 "config with `**tokenizer.engram_fields()`."
             )
+        self._check_constants()
         full = np.full(config.vocab_size, token_map[config.engram_pad_token_id], dtype=np.int32)
         full[: len(token_map)] = token_map
         self.token_map = torch.from_numpy(full).to(self.token_map.device)
+        config.engram_token_map_size, config.engram_token_map_sha256 = len(token_map), sha256
         self.check()
 
-    def resize_token_map(self, vocab_size: int) -> torch.Tensor:
-        """The token map for another vocabulary size: shorter, or with a new compressed id for every new token.
+    def resized_token_map(self, n_tokens: int, vocab_size: int) -> torch.Tensor:
+        """The token map for another vocabulary size: shorter, or with a new compressed id for every new token. What is
+        new from `n_tokens` on is padding, which no tokenizer gives, and hashes as the pad token.
 
         Raises:
             ValueError: no compressed ids are left. Their number sets the hash's multipliers, so with one more, every
                 row of the tables would be another n-gram's.
         """
-        token_map = self.token_map
-        n_new = vocab_size - len(token_map)
-        if n_new <= 0:
+        token_map, config = self.token_map, self.config
+        if not self.is_bound and vocab_size < (config.engram_token_map_size or 0):
+            raise ValueError(
+                f"`new_num_tokens` ({vocab_size}) drops tokens of the tokenizer that the config was made from (it has "
+                f"{config.engram_token_map_size}), and the model has no token map yet: call "
+                "`model.bind_tokenizer(tokenizer)` first."
+            )
+        if vocab_size <= len(token_map):
             return token_map[:vocab_size].clone()
+        full = torch.full((vocab_size,), UNBOUND, dtype=torch.int32, device=token_map.device)
+        full[: len(token_map)] = token_map
+        if not self.is_bound:
+            return full
+        n_new = max(n_tokens - len(token_map), 0)
         first = int(token_map.max()) + 1
-        limit = self.config.engram_compressed_vocab_size
+        limit = config.engram_compressed_vocab_size
         if first + n_new > limit:
             raise ValueError(
                 f"{n_new} new tokens need new compressed ids, but `engram_compressed_vocab_size` ({limit}) leaves "
                 f"{limit - first}: it fixes the hash that the tables are addressed by. Add the tokens before the "
                 "model is made, or make tokenizer and config with a larger `engram_compressed_vocab_size` (and "
-                "`vocab_size`) to leave room."
+                "`vocab_size`) to leave room. Rows that are no tokens need none: `pad_to_multiple_of`."
             )
-        return torch.cat([token_map, torch.arange(first, first + n_new, dtype=torch.int32, device=token_map.device)])
+        full[len(token_map) : len(token_map) + n_new] = torch.arange(first, first + n_new)
+        full[len(token_map) + n_new :] = token_map[config.engram_pad_token_id]
+        return full
 
-    def check(self) -> None:
+    def resize_token_map(self, token_map: torch.Tensor) -> None:
+        """Installs what [`resized_token_map`] has given, once the config has its `vocab_size`. Of it, the config knows
+        by size and digest what it knew before, or the part of it that is left."""
+        config, is_bound = self.config, self.is_bound
+        size = min(config.engram_token_map_size or len(self.token_map), len(token_map))
+        self.token_map, self.is_checked = token_map, False
+        if is_bound and not self._is_identity:
+            config.engram_token_map_size = size
+            config.engram_token_map_sha256 = token_map_sha256(token_map[:size].cpu().numpy())
+
+    def check(self, may_be_unbound: bool = False) -> None:
         """Compares the buffers with the config: once, after they were set or loaded.
+
+        Args:
+            may_be_unbound: whether there may be no token map: a model may be saved before a tokenizer is bound to it.
 
         Raises:
             ValueError: no token map is bound, or a buffer does not belong to the config; hashes would be wrong.
         """
+        self._check_constants()
+        token_map = self.token_map.cpu().numpy()
+        if not may_be_unbound or (token_map != UNBOUND).any() or self._is_identity:
+            self._check_token_map(token_map)
+            self.pad_id = int(token_map[self.config.engram_pad_token_id])
+            self.is_checked = True
+
+    @property
+    def _is_identity(self) -> bool:
+        """Whether the config asks for no tokenizer's map, but for a compressed id of its own for every token id."""
         config = self.config
+        return config.engram_token_map_sha256 is None and config.engram_compressed_vocab_size == config.vocab_size
+
+    def _check_constants(self) -> None:
         for name, expected in self.constants(device="cpu").items():
             buffer = getattr(self, name)
-            if buffer.shape != expected.shape:
+            if buffer.shape != expected.shape or buffer.dtype != expected.dtype:
                 raise ValueError(
-                    f"The hash constant `{name}` of this checkpoint has shape {tuple(buffer.shape)}, its config asks "
-                    f"for {tuple(expected.shape)}: restore the config.json that it was saved with."
+                    f"The hash constant `{name}` of this checkpoint is {buffer.dtype} of the shape "
+                    f"{tuple(buffer.shape)}, its config asks for {expected.dtype} of {tuple(expected.shape)}: restore "
+                    "the config.json that it was saved with."
                 )
             if name != "token_map" and not torch.equal(buffer.cpu(), expected):
                 raise ValueError(
                     f"The hash constant `{name}` of this checkpoint is not that of its config: an `engram_*` field "
                     "was changed after the tables were made. Restore the config.json that it was saved with."
                 )
-        if not self.is_bound:
+
+    def _check_token_map(self, token_map: np.ndarray) -> None:
+        """Raises unless every entry of the map, int32 `[vocab_size]`, is what the config says or follows from it."""
+        config = self.config
+        remedy = "the weights file is damaged, or config.json is another model's. Restore both as they were saved."
+        if (token_map == UNBOUND).all() and not self._is_identity:
             raise ValueError(
                 "The model has no token map yet, so it cannot hash token ids: call `model.bind_tokenizer(tokenizer)` "
                 "with the EngramTokenizer that its config was made from."
             )
-        token_map = self.token_map.cpu().numpy()
-        if token_map.min() < 0 or token_map.max() >= config.engram_compressed_vocab_size:
+        outside = (token_map < 0) | (token_map >= config.engram_compressed_vocab_size)
+        if outside.any():
+            token_id = int(outside.argmax())
             raise ValueError(
-                f"The token map holds compressed ids outside [0, {config.engram_compressed_vocab_size}): the weights "
-                "file is damaged, or config.json is another model's."
+                f"The token map gives token {token_id} the compressed id {token_map[token_id]}, outside [0, "
+                f"{config.engram_compressed_vocab_size}): {remedy}"
             )
-        if config.engram_token_map_sha256 is not None:
-            digest = token_map_sha256(token_map[: config.engram_token_map_size])
-            if digest != config.engram_token_map_sha256:
+        if config.engram_token_map_sha256 is None:
+            if not (self._is_identity and np.array_equal(token_map, np.arange(config.vocab_size))):
                 raise ValueError(
-                    f"The token map's sha256 is {digest}, but the config's `engram_token_map_sha256` is "
-                    f"{config.engram_token_map_sha256}: the weights and config.json are not of the same model."
+                    "The weights hold a token map, but the config has no `engram_token_map_sha256` to know it by: "
+                    f"{remedy}"
                 )
-        self.pad_id = int(token_map[config.engram_pad_token_id])
-        self.is_checked = True
+            return
+        size = config.engram_token_map_size
+        digest = token_map_sha256(token_map[:size])
+        if digest != config.engram_token_map_sha256:
+            raise ValueError(
+                f"The token map's sha256 is {digest}, but the config's `engram_token_map_sha256` is "
+                f"{config.engram_token_map_sha256}: {remedy}"
+            )
+        # Beyond the tokenizer's ids there are padding, and tokens that `resize_token_embeddings` has made.
+        rest, first = token_map[size:], int(token_map[:size].max()) + 1
+        new = rest[rest != token_map[config.engram_pad_token_id]]
+        if not np.array_equal(new, np.arange(first, first + len(new))):
+            raise ValueError(
+                f"The token map's entries from {size} on, where the tokenizer has no tokens, are neither the pad "
+                f"token's compressed id nor new ones in ascending order: {remedy}"
+            )
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         self.is_checked = False

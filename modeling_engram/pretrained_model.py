@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..configuration.configuration_engram import EngramConfig
 from ..tokenization.ngram_hashing import check_token_ids
-from ..tokenization.token_map import token_map_sha256
+from ..tokenization.token_map import check_tokenizer_size
 from .decoder_layer import EngramAttention, EngramDecoderLayer
 from .engram_layer import EngramLayer
 from .engram_table import EngramTable
@@ -103,9 +103,8 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
                 "saved with."
             )
         hasher = model.base_model.engram_hasher
-        # A model may be saved before a tokenizer is bound to it.
-        if hasher is not None and hasher.is_bound:
-            hasher.check()
+        if hasher is not None and not hasher.token_map.is_meta:
+            hasher.check(may_be_unbound=True)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -114,8 +113,8 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
             raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
         hasher = self.base_model.engram_hasher
         # A layout field that was set since would make a folder that does not load.
-        if hasher is not None and hasher.is_bound:
-            hasher.check()
+        if hasher is not None and not hasher.token_map.is_meta:
+            hasher.check(may_be_unbound=True)
         super().save_pretrained(save_directory, *args, **kwargs)
         write_model_card(self, save_directory)
 
@@ -158,17 +157,10 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
                     "tokenizer that the model was made for, or build the config with `**tokenizer.engram_fields()`."
                 )
         token_map = tokenizer.token_map
-        if config.engram_token_map_sha256 is not None:
-            known = token_map[: config.engram_token_map_size]
-            if len(known) < config.engram_token_map_size or token_map_sha256(known) != config.engram_token_map_sha256:
-                raise ValueError(
-                    f"The tokenizer's token map ({len(token_map)} ids, sha256 {fields['engram_token_map_sha256']}) is "
-                    f"not the model's ({config.engram_token_map_size} ids, sha256 {config.engram_token_map_sha256}): "
-                    "it is another tokenizer, and every hash would be wrong."
-                )
+        # A model that was made with the tokenizer may have any number of rows.
+        if not hasher.is_bound or config.engram_token_map_sha256 is None:
+            check_tokenizer_size(len(token_map), config.vocab_size)
         hasher.bind_token_map(token_map)
-        config.engram_token_map_size = fields["engram_token_map_size"]
-        config.engram_token_map_sha256 = fields["engram_token_map_sha256"]
         return self
 
     def compute_hash_ids(
@@ -200,7 +192,9 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """As [`PreTrainedModel.resize_token_embeddings`]; the token map follows, and is checked first.
+        """As [`PreTrainedModel.resize_token_embeddings`]; the token map follows, and is checked first. Each token up
+        to `new_num_tokens` that had no row gets a compressed id of its own. Rows beyond, that only make a multiple of
+        `pad_to_multiple_of`, need none: as other rows that no tokenizer uses, they hash as the pad token.
 
         Raises:
             ValueError: the compressed ids that the tables were made with leave none for the new tokens.
@@ -208,26 +202,25 @@ class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
         hasher = self.base_model.engram_hasher
         if hasher is None or (new_num_tokens is None and pad_to_multiple_of is None):
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        # Another type is refused by Transformers.
-        if isinstance(pad_to_multiple_of, int):
+        n_tokens = vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        for name, value in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be an integer above zero or None, got {value!r}.")
+        if pad_to_multiple_of is not None:
             vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
         if vocab_size <= self.config.engram_pad_token_id:
             raise ValueError(
                 f"`new_num_tokens` ({vocab_size}) would drop `engram_pad_token_id` "
-                f"({self.config.engram_pad_token_id})."
+                f"({self.config.engram_pad_token_id}): keep at least that many tokens, and one more."
             )
         if vocab_size < self.config.engram_compressed_vocab_size:
             raise ValueError(
                 f"`new_num_tokens` ({vocab_size}) is below `engram_compressed_vocab_size` "
                 f"({self.config.engram_compressed_vocab_size}), which fixes the hash that the tables are addressed by."
             )
-        token_map = hasher.resize_token_map(vocab_size)
+        token_map = hasher.resized_token_map(n_tokens, vocab_size)
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        hasher.token_map = token_map
-        if self.config.engram_token_map_size is not None and vocab_size < self.config.engram_token_map_size:
-            self.config.engram_token_map_size = vocab_size
-            self.config.engram_token_map_sha256 = token_map_sha256(token_map.cpu().numpy())
+        hasher.resize_token_map(token_map)
         return embeddings
 
 

@@ -91,6 +91,23 @@ def build_token_map(backend_tokenizer: Tokenizer, size: int, known: np.ndarray |
     return _frozen(np.array(token_map, dtype=np.int32))
 
 
+def check_tokenizer_size(size: int, vocab_size: int) -> None:
+    """Refuses a tokenizer that leaves more than half of a model's rows without a token.
+
+    Vocabularies are padded, at most to the next power of two; what has less tokens than that is of another model, or
+    was made up: `AutoTokenizer` gives a tokenizer of one token for a folder that has none.
+
+    Raises:
+        ValueError: fewer than `vocab_size / 2` token ids.
+    """
+    if 2 * size < vocab_size:
+        raise ValueError(
+            f"The tokenizer has {size} token ids, but the model has `vocab_size` {vocab_size}: with less than half of "
+            "them it is not the tokenizer of this model. Pass the one that it was trained with; for a new model, set "
+            "`vocab_size` to len(tokenizer)."
+        )
+
+
 def token_map_sha256(token_map: np.ndarray) -> str:
     """Hex sha256 of the map's entries as little-endian int32, by which a model knows its tokenizer."""
     return hashlib.sha256(np.ascontiguousarray(token_map, dtype="<i4").tobytes()).hexdigest()

@@ -96,6 +96,38 @@ def test_bind_refuses(tiny_model, stand_in_tokenizer, token_map, fields, words):
     assert torch.equal(model.model.engram_hasher.token_map, token_map_before)
 
 
+def test_bind_refuses_far_smaller_tokenizers(tiny_model, stand_in_tokenizer, tmp_path):
+    """A tokenizer that leaves more than half of the rows without a token is another model's; one more token than that,
+    and it may be this one's. A model that was made with the small tokenizer keeps it."""
+    model = tiny_model(engram_compressed_vocab_size=45)
+    with pytest.raises(ValueError, match="47 token ids.*`vocab_size` 96"):
+        model.bind_tokenizer(stand_in_tokenizer(model.config, np.arange(47) % 45))
+    assert not model.model.engram_hasher.is_bound
+    assert model.bind_tokenizer(stand_in_tokenizer(model.config, np.arange(48) % 45)).model.engram_hasher.is_bound
+
+    token_map = np.arange(40, dtype=np.int32)
+    model = tiny_model(**map_fields(token_map))
+    tokenizer = stand_in_tokenizer(model.config, token_map)
+    with pytest.raises(ValueError, match="40 token ids.*`vocab_size` 96"):
+        model.bind_tokenizer(tokenizer)
+    model.model.engram_hasher.bind_token_map(token_map)
+    model.save_pretrained(tmp_path)
+    assert EngramForCausalLM.from_pretrained(tmp_path).bind_tokenizer(tokenizer).model.engram_hasher.is_bound
+
+
+def test_bind_refuses_a_pad_token_beyond_the_tokenizer(tiny_model, stand_in_tokenizer):
+    model = tiny_model(engram_compressed_vocab_size=45, engram_pad_token_id=92)
+    with pytest.raises(ValueError, match="`engram_pad_token_id` is 92.*end at 89"):
+        model.bind_tokenizer(stand_in_tokenizer(model.config, MAP))
+    assert not model.model.engram_hasher.is_bound
+
+
+@pytest.mark.parametrize("token_map", [[], [[0, 1]], [0.0, 1.0], "map"], ids=str)
+def test_bind_refuses_what_is_no_map(tiny_model, token_map):
+    with pytest.raises(ValueError, match="`token_map` must hold one integer"):
+        tiny_model().model.engram_hasher.bind_token_map(token_map)
+
+
 def test_bind_refuses_ordinary_tokenizers(tiny_model):
     """Something without a token map is refused, and the wrapper is named."""
     with pytest.raises(ValueError, match="EngramTokenizer"):
@@ -167,13 +199,71 @@ def test_resize_within_head_room(tiny_model, stand_in_tokenizer, tied, tmp_path)
     assert torch.equal(again.model.engram_hasher.token_map, token_map)
 
 
-def test_resize_to_a_multiple(tiny_model, stand_in_tokenizer):
-    """`pad_to_multiple_of`, alone and beside a size, is followed by the token map."""
-    model = resized_model(tiny_model, stand_in_tokenizer, compressed=80)
+PAD = int(MAP[0])
+
+
+def test_resize_to_a_multiple(tiny_model, stand_in_tokenizer, tmp_path):
+    """`pad_to_multiple_of`: rows up to `new_num_tokens` are tokens with compressed ids of their own; the rest hashes
+    as padding. A tokenizer that has these tokens is bound later, also after the model was saved and cut."""
+    model = resized_model(tiny_model, stand_in_tokenizer, compressed=50)
     model.resize_token_embeddings(pad_to_multiple_of=32)
-    assert model.config.vocab_size == len(model.model.engram_hasher.token_map) == 96
+    hasher, config = model.model.engram_hasher, model.config
+    assert hasher.token_map.tolist() == [*MAP, *[PAD] * 6]
     model.resize_token_embeddings(97, pad_to_multiple_of=20)
-    assert model.config.vocab_size == len(model.model.engram_hasher.token_map) == 100
+    assert config.vocab_size == model.get_input_embeddings().weight.shape[0] == 100
+    assert hasher.token_map.tolist() == [*MAP, *[PAD] * 6, 45, *[PAD] * 3]
+    model.resize_token_embeddings(102, pad_to_multiple_of=8)
+    expected = [*MAP, *[PAD] * 6, 45, *[PAD] * 3, 46, 47, PAD, PAD]
+    assert hasher.token_map.tolist() == expected
+    assert (config.engram_token_map_size, config.engram_token_map_sha256) == (90, token_map_sha256(MAP.astype("i4")))
+
+    model.save_pretrained(tmp_path)
+    again = EngramForCausalLM.from_pretrained(tmp_path)
+    assert again.model.engram_hasher.token_map.tolist() == expected
+    again.resize_token_embeddings(98)
+    assert again.model.engram_hasher.token_map.tolist() == expected[:98]
+    again.bind_tokenizer(stand_in_tokenizer(config, [*MAP, 45, 45, 3, 46, 47, 48]))
+    assert again.model.engram_hasher.token_map.tolist() == [*MAP, 45, 45, 3, 46, 47, 48, PAD, PAD]
+    assert again.config.engram_token_map_size == 96
+    again.save_pretrained(tmp_path)
+    EngramForCausalLM.from_pretrained(tmp_path).bind_tokenizer(
+        stand_in_tokenizer(config, [*MAP, 45, 45, 3, 46, 47, 48])
+    )
+
+
+@pytest.mark.parametrize("pads", [{"pad_to_multiple_of": 64}, {"new_num_tokens": 96, "pad_to_multiple_of": 64}])
+def test_padding_needs_no_compressed_ids(tiny_model, stand_in_tokenizer, pads, random_ids, tmp_path):
+    """A model without head-room is padded all the same, compressed or not; its answers stay."""
+    compressed = tiny_model(**map_fields())
+    compressed.bind_tokenizer(stand_in_tokenizer(compressed.config, MAP))
+    for model, known in ((compressed, [*MAP, *[PAD] * 6]), (tiny_model(), range(96))):
+        ids = random_ids(2, 8)
+        hash_ids, logits = model.compute_hash_ids(ids), model(ids).logits
+        model.resize_token_embeddings(**pads)
+        assert model.config.vocab_size == 128
+        assert model.model.engram_hasher.token_map.tolist() == [*known, *[PAD] * 32]
+        assert torch.equal(model.compute_hash_ids(ids), hash_ids)
+        torch.testing.assert_close(model(ids).logits[..., :96], logits)
+        model.save_pretrained(tmp_path)
+        again = EngramForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(again.model.engram_hasher.token_map, model.model.engram_hasher.token_map)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
+        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of"),
+        ({"pad_to_multiple_of": "8"}, "pad_to_multiple_of"),
+        ({"new_num_tokens": 0}, "new_num_tokens"),
+        ({"new_num_tokens": 97.0}, "new_num_tokens"),
+    ],
+)
+def test_resize_to_no_size(tiny_model, arguments, name):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=f"`{name}` must be an integer above zero"):
+        model.resize_token_embeddings(**arguments)
+    assert model.config.vocab_size == len(model.model.engram_hasher.token_map) == 96
 
 
 def test_resize_without_head_room(tiny_model, stand_in_tokenizer):
@@ -232,6 +322,16 @@ def test_resize_of_an_unbound_model(tiny_model):
         model.compute_hash_ids(torch.tensor([[3, 99]]))
 
 
+def test_shrinking_an_unbound_model(tiny_model, stand_in_tokenizer):
+    """What is left of a map that is not there yet cannot be known by a digest: refused, until it is there."""
+    model = tiny_model(**map_fields())
+    model.resize_token_embeddings(92)  # the tokenizer has 90
+    with pytest.raises(ValueError, match=r"`new_num_tokens` \(80\).*bind_tokenizer"):
+        model.resize_token_embeddings(80)
+    model.bind_tokenizer(stand_in_tokenizer(model.config, MAP)).resize_token_embeddings(80)
+    assert model.model.engram_hasher.token_map.tolist() == MAP[:80].tolist()
+
+
 def test_resize_of_a_plain_model(tiny_model):
     """Without Engram layers resizing is Transformers' own."""
     model = tiny_model(engram_layer_ids=[])
@@ -288,7 +388,7 @@ def test_loading_other_weights_into_a_checked_model(tiny_model):
     one, two = tiny_model(**fields), tiny_model(**fields)
     one.model.engram_hasher.bind_token_map(token_map)
     two.model.engram_hasher.bind_token_map(token_map[::-1].copy())
-    before = two.compute_hash_ids(torch.tensor([[3, 4]]))
     one.compute_hash_ids(torch.tensor([[3, 4]]))
     one.load_state_dict(two.state_dict())
-    assert torch.equal(one.compute_hash_ids(torch.tensor([[3, 4]])), before)
+    with pytest.raises(ValueError, match="sha256"):
+        one.compute_hash_ids(torch.tensor([[3, 4]]))

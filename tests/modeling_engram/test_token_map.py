@@ -100,7 +100,7 @@ def test_bind_refuses_far_smaller_tokenizers(tiny_model, stand_in_tokenizer, tmp
     """A tokenizer that leaves more than half of the rows without a token is another model's; one more token than that,
     and it may be this one's. A model that was made with the small tokenizer keeps it."""
     model = tiny_model(engram_compressed_vocab_size=45)
-    with pytest.raises(ValueError, match="47 token ids.*`vocab_size` 96"):
+    with pytest.raises(ValueError, match=r"47 token ids.*`vocab_size` 96"):
         model.bind_tokenizer(stand_in_tokenizer(model.config, np.arange(47) % 45))
     assert not model.model.engram_hasher.is_bound
     assert model.bind_tokenizer(stand_in_tokenizer(model.config, np.arange(48) % 45)).model.engram_hasher.is_bound
@@ -108,7 +108,7 @@ def test_bind_refuses_far_smaller_tokenizers(tiny_model, stand_in_tokenizer, tmp
     token_map = np.arange(40, dtype=np.int32)
     model = tiny_model(**map_fields(token_map))
     tokenizer = stand_in_tokenizer(model.config, token_map)
-    with pytest.raises(ValueError, match="40 token ids.*`vocab_size` 96"):
+    with pytest.raises(ValueError, match=r"40 token ids.*`vocab_size` 96"):
         model.bind_tokenizer(tokenizer)
     model.model.engram_hasher.bind_token_map(token_map)
     model.save_pretrained(tmp_path)
@@ -117,7 +117,7 @@ def test_bind_refuses_far_smaller_tokenizers(tiny_model, stand_in_tokenizer, tmp
 
 def test_bind_refuses_a_pad_token_beyond_the_tokenizer(tiny_model, stand_in_tokenizer):
     model = tiny_model(engram_compressed_vocab_size=45, engram_pad_token_id=92)
-    with pytest.raises(ValueError, match="`engram_pad_token_id` is 92.*end at 89"):
+    with pytest.raises(ValueError, match=r"`engram_pad_token_id` is 92.*end at 89"):
         model.bind_tokenizer(stand_in_tokenizer(model.config, MAP))
     assert not model.model.engram_hasher.is_bound
 

@@ -21,7 +21,7 @@ import math
 
 import torch
 
-from .modeling_engram.ops.backend import device_guard, resolve_backend
+from .modeling_engram.ops.backend import device_guard, kernel, resolve_backend
 
 
 try:
@@ -140,16 +140,7 @@ def _eager_block(table, rows, grads, state, step, rate, beta, momentum, eps, dec
 # Triton.
 
 
-def _kernel(function):
-    """`triton.jit`, with numbers that change each step left out of what a kernel is compiled for."""
-    return function if triton is None else triton.jit(function, do_not_specialize=["n_rows", "step", "key"])
-
-
-def _device_function(function):
-    return function if triton is None else triton.jit(function)
-
-
-@_device_function
+@kernel
 def _mix_kernel(bits):
     """`_mix` of uint32."""
     bits ^= bits >> 16
@@ -160,7 +151,7 @@ def _mix_kernel(bits):
     return bits
 
 
-@_kernel
+@kernel
 def _update_kernel(
     table_ptr,
     rows_ptr,
@@ -169,14 +160,14 @@ def _update_kernel(
     last_ptr,
     momentum_ptr,
     weight_ptr,
-    n_rows,
-    step,
-    key,
-    rate,
-    log2_beta,
-    log2_momentum,
-    log2_decay,
-    eps,
+    n_rows: int,
+    step: int,
+    key: int,
+    rate: float,
+    log2_beta: float,
+    log2_momentum: float,
+    log2_decay: float,
+    eps: float,
     TABLE_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     MOMENTUM: tl.constexpr,
@@ -223,7 +214,7 @@ def _update_kernel(
         value -= factor[:, None] * grad
         if STOCHASTIC:
             low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
-            random = _mix_kernel((low * 0x9E3779B1 + high * 0x85EBCA77) ^ key.to(tl.uint32))
+            random = _mix_kernel((low * 0x9E3779B1 + high * 0x85EBCA77) ^ tl.cast(key, tl.uint32))
             random = _mix_kernel(random[:, None] + column.to(tl.uint32) * 0x9E3779B9)
             bits = value.to(tl.uint32, bitcast=True)
             finite = (bits & 0x7F800000) != 0x7F800000

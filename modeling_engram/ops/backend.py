@@ -4,6 +4,7 @@ Every file in this folder holds one operation: a plain reference that reads like
 the Triton kernels where there are some, their autograd function, and the function that chooses among them.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,8 +31,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`triton.jit`, or the function as it is where Triton is not installed."""
-    return function if triton is None else triton.jit(function)
+    """`triton.jit`, or the function as it is where Triton is not installed.
+
+    A kernel's parameters are annotated `tl.constexpr` (compiled for the value), `int` or `float` (for any value), or
+    not at all (a tensor, compiled for whether its address is aligned). Left to itself, Triton makes a constant of a
+    one, and compiles anew for multiples of 16. Where the compiler should know that rows begin at such a multiple,
+    strides are counted in rows, and the width of a row is a constexpr. `torch.compile` makes constants of ones
+    nevertheless: cast numbers with `tl.cast`, since a constant has no `.to`.
+    """
+    if triton is None:
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    # Annotations are names where the module defers them.
+    numbers = [each.name for each in parameters if each.annotation in (int, float, "int", "float")]
+    return triton.jit(function, do_not_specialize=numbers)
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager:

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from .backend import device_guard, kernel, resolve_backend
 from .precision import compute_dtype
+from .token_blocks import as_rows, row_strides
 
 
 try:
@@ -208,7 +209,8 @@ class EagerEngramGate(torch.autograd.Function):
 
 
 # Triton. Programs of the first two kernels take a token with all its copies, so that the value is read once; the third
-# walks a run of tokens with one piece of a copy, so that its share of the weight gradient stays in registers.
+# walks a run of tokens with one piece of a copy, so that its share of the weight gradient stays in registers. The
+# stream is read by strides, counted in rows of D.
 
 
 @kernel
@@ -219,11 +221,10 @@ def _forward_kernel(
     mask_ptr,
     out_ptr,
     stats_ptr,
-    tokens,
-    x_token_stride,
-    x_copy_stride,
-    kv_token_stride,
-    eps,
+    tokens: int,
+    x_token_rows: int,
+    x_copy_rows: int,
+    eps: float,
     COPIES: tl.constexpr,
     DIM: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -234,9 +235,9 @@ def _forward_kernel(
     """out [T, H, D] and stats [3, T, H] (dot, reciprocal norms of stream and key; 0, 0, 0 under the mask)."""
     token = tl.program_id(0).to(tl.int64)
     copy = tl.arange(0, BLOCK_COPIES)
-    x_row = x_ptr + token * x_token_stride + copy[:, None] * x_copy_stride
-    key_row = kv_ptr + token * kv_token_stride + copy[:, None] * DIM
-    value_row = kv_ptr + token * kv_token_stride + COPIES * DIM
+    x_row = x_ptr + (token * x_token_rows + copy[:, None] * x_copy_rows) * DIM
+    key_row = kv_ptr + (token * (COPIES + 1) + copy[:, None]) * DIM
+    value_row = kv_ptr + (token * (COPIES + 1) + COPIES) * DIM
     live = 1
     if HAS_MASK:
         live = tl.load(mask_ptr + token).to(tl.int32)
@@ -258,8 +259,9 @@ def _forward_kernel(
     dot = tl.sum(xk, axis=1) * rstd_x * rstd_k * (DIM**-0.5)
     stats = stats_ptr + token * COPIES + copy
     tl.store(stats, dot, mask=copy < COPIES)
-    tl.store(stats + tokens.to(tl.int64) * COPIES, rstd_x, mask=copy < COPIES)
-    tl.store(stats + tokens.to(tl.int64) * COPIES * 2, rstd_k, mask=copy < COPIES)
+    plane = tl.cast(tokens, tl.int64) * COPIES
+    tl.store(stats + plane, rstd_x, mask=copy < COPIES)
+    tl.store(stats + plane * 2, rstd_k, mask=copy < COPIES)
 
     # copysign: the sign bit, which -0 has too.
     root = tl.sqrt(tl.maximum(tl.abs(dot), MIN_ABS_DOT))
@@ -283,8 +285,7 @@ def _gate_backward_kernel(
     stats_ptr,
     grad_kv_ptr,
     factors_ptr,
-    tokens,
-    kv_token_stride,
+    tokens: int,
     COPIES: tl.constexpr,
     DIM: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -300,7 +301,7 @@ def _gate_backward_kernel(
     if HAS_MASK:
         live = tl.load(mask_ptr + token).to(tl.int32)
     row = token * COPIES + copy
-    plane = tokens.to(tl.int64) * COPIES
+    plane = tl.cast(tokens, tl.int64) * COPIES
     dot = tl.load(stats_ptr + row, mask=copy < COPIES, other=0.0)
     rstd_x = tl.load(stats_ptr + plane + row, mask=copy < COPIES, other=0.0)
     rstd_k = tl.load(stats_ptr + plane * 2 + row, mask=copy < COPIES, other=0.0)
@@ -312,13 +313,12 @@ def _gate_backward_kernel(
         column = start + tl.arange(0, BLOCK_DIM)[None, :]
         inside = (copy[:, None] < COPIES) & (column < DIM * live)
         grad_out = tl.load(grad_out_ptr + row[:, None] * DIM + column, mask=inside, other=0.0).to(tl.float32)
-        value_at = token * kv_token_stride + COPIES * DIM + column
+        value_at = (token * (COPIES + 1) + COPIES) * DIM + column
         value = tl.load(kv_ptr + value_at, mask=column < DIM * live, other=0.0).to(tl.float32)
         products += grad_out * value
         if GRAD_KV:
             grad_value = tl.sum(grad_out * gate[:, None], axis=0)[None, :]
-            grad_at = grad_kv_ptr + token * (COPIES + 1) * DIM + COPIES * DIM + column
-            tl.store(grad_at, grad_value.to(grad_kv_ptr.dtype.element_ty), mask=column < DIM)
+            tl.store(grad_kv_ptr + value_at, grad_value.to(grad_kv_ptr.dtype.element_ty), mask=column < DIM)
 
     grad_dot = tl.sum(products, axis=1) * gate * (1 - gate) / (2 * root)
     grad_dot = tl.where(tl.abs(dot) < MIN_ABS_DOT, 0.0, grad_dot)
@@ -338,11 +338,10 @@ def _stream_backward_kernel(
     grad_x_ptr,
     grad_kv_ptr,
     partial_ptr,
-    tokens,
-    run,
-    x_token_stride,
-    x_copy_stride,
-    kv_token_stride,
+    tokens: int,
+    run: int,
+    x_token_rows: int,
+    x_copy_rows: int,
     COPIES: tl.constexpr,
     DIM: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -356,7 +355,7 @@ def _stream_backward_kernel(
     first = tl.program_id(0) // (COPIES * pieces)
     copy = tl.program_id(0) % (COPIES * pieces) // pieces
     column = tl.program_id(0) % pieces * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    plane = tokens.to(tl.int64) * COPIES
+    plane = tl.cast(tokens, tl.int64) * COPIES
     weight = tl.load(weight_ptr + copy * DIM + column, mask=column < DIM, other=0.0)
     grad_weight = tl.zeros([BLOCK_DIM], tl.float32)
     for index in range(first * run, tl.minimum(first * run + run, tokens)):
@@ -369,18 +368,17 @@ def _stream_backward_kernel(
         p = tl.load(factors_ptr + row)
         px = tl.load(factors_ptr + plane + row)
         pk = tl.load(factors_ptr + plane * 2 + row)
-        x_at = x_ptr + token * x_token_stride + copy * x_copy_stride + column
-        key_at = kv_ptr + token * kv_token_stride + copy * DIM + column
+        x_at = x_ptr + (token * x_token_rows + copy * x_copy_rows) * DIM + column
+        key_at = (token * (COPIES + 1) + copy) * DIM + column
         x = tl.load(x_at, mask=column < DIM * live, other=0.0).to(tl.float32)
-        key = tl.load(key_at, mask=column < DIM * live, other=0.0).to(tl.float32)
+        key = tl.load(kv_ptr + key_at, mask=column < DIM * live, other=0.0).to(tl.float32)
         if GRAD_X:
             grad_out = tl.load(grad_out_ptr + row * DIM + column, mask=inside, other=0.0).to(tl.float32)
             grad_x = tl.where(live != 0, grad_out + p * weight * key + px * x, grad_out)
             tl.store(grad_x_ptr + row * DIM + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
         if GRAD_KV:
             grad_key = p * weight * x + pk * key
-            grad_at = grad_kv_ptr + token * (COPIES + 1) * DIM + copy * DIM + column
-            tl.store(grad_at, grad_key.to(grad_kv_ptr.dtype.element_ty), mask=inside)
+            tl.store(grad_kv_ptr + key_at, grad_key.to(grad_kv_ptr.dtype.element_ty), mask=inside)
         if GRAD_WEIGHT:
             grad_weight += p * x * key
     if GRAD_WEIGHT:
@@ -414,9 +412,7 @@ class TritonEngramGate(torch.autograd.Function):
     def forward(ctx, x, kv, weight, token_mask, eps):
         tokens = x.shape[0]
         copies, dim = weight.shape  # A parameter's: numbers also where torch.compile takes x's for symbols.
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        kv = kv if kv.stride(-1) == 1 else kv.contiguous()
-        weight = weight.contiguous()
+        x, kv, weight = as_rows(x), kv.contiguous(), weight.contiguous()
         token_mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         stats = weight.new_empty(3, tokens, copies)
@@ -430,9 +426,7 @@ class TritonEngramGate(torch.autograd.Function):
                     out,
                     stats,
                     tokens,
-                    x.stride(0),
-                    x.stride(1),
-                    kv.stride(0),
+                    *row_strides(x),
                     eps,
                     COPIES=copies,
                     DIM=dim,
@@ -470,7 +464,6 @@ class TritonEngramGate(torch.autograd.Function):
                     grad_kv,
                     factors,
                     tokens,
-                    kv.stride(0),
                     COPIES=copies,
                     DIM=dim,
                     HAS_MASK=token_mask is not None,
@@ -490,9 +483,7 @@ class TritonEngramGate(torch.autograd.Function):
                     partial,
                     tokens,
                     run,
-                    x.stride(0),
-                    x.stride(1),
-                    kv.stride(0),
+                    *row_strides(x),
                     COPIES=copies,
                     DIM=dim,
                     HAS_MASK=token_mask is not None,

@@ -17,10 +17,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .backend import device_guard, resolve_backend
+from .backend import resolve_backend
 from .precision import compute_dtype, without_autocast
 from .stream_mixes_kernels import TritonStreamMixes, triton_mixes
-from .token_blocks import needs_grad, token_blocks
+from .token_blocks import as_rows, needs_grad, token_blocks
 
 
 # As many as the kernels hold in registers.
@@ -249,12 +249,6 @@ def unsupported(stream: torch.Tensor) -> str | None:
     return None
 
 
-def as_tokens(stream: torch.Tensor) -> torch.Tensor:
-    """A stream `[..., H, D]` as `[T, H, D]`, each token in one piece; copies that are one in memory stay one."""
-    stream = stream.flatten(0, -3)
-    return stream if stream.stride(2) == 1 and stream.stride(1) in (0, stream.shape[2]) else stream.contiguous()
-
-
 def stream_mixes(
     stream: torch.Tensor,
     fn: torch.Tensor,
@@ -298,15 +292,14 @@ def stream_mixes(
     with without_autocast(stream.device):
         if backend == "eager" and torch.compiler.is_compiling():
             return plain_stream_mixes(stream, *parameters, *constants)
-        x = as_tokens(stream)
+        x = as_rows(stream.flatten(0, -3))
         record = needs_grad(x, *parameters)
         if backend == "triton":
             parameters = [parameter.contiguous() for parameter in parameters]
-            with device_guard(x):
-                if record:
-                    mixes = TritonStreamMixes.apply(x, *parameters, *constants)
-                else:
-                    mixes, _, _ = triton_mixes(x, *parameters, *constants)
+            if record:
+                mixes = TritonStreamMixes.apply(x, *parameters, *constants)
+            else:
+                mixes, _, _ = triton_mixes(x, *parameters, *constants)
         elif record:
             mixes = EagerStreamMixes.apply(x, *parameters, *constants)
         else:

@@ -3,7 +3,7 @@
 Forward: `project_kernel` reads the stream once, for its products with `fn` and its sums of squares; `mix_kernel` does
 the rest of a token in registers. Backward: `mix_backward_kernel` computes the latter again and goes back through it;
 `project_backward_kernel` reads the stream once more, for its own gradient and that of `fn`. No atomics: sums over
-programs are partial sums, added up in order.
+programs are partial sums, added up in order. The stream is read by strides, counted in rows of D.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from .backend import kernel
+from .backend import device_guard, kernel
+from .token_blocks import row_strides
 
 
 # Optional at run time; the flat copies in Hub folders need the import guarded.
@@ -28,10 +29,10 @@ def project_kernel(
     fn,
     z_parts,
     square_parts,
-    tokens,
-    dim,
-    stride_token,
-    stride_copy,
+    tokens: int,
+    token_rows: int,
+    copy_rows: int,
+    DIM: tl.constexpr,
     H: tl.constexpr,
     M: tl.constexpr,
     M_PAD: tl.constexpr,
@@ -48,18 +49,18 @@ def project_kernel(
     live = t < tokens
     product = tl.zeros([BLOCK_T, M_PAD], tl.float32)
     squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    pieces = tl.cdiv(dim, BLOCK_D)
+    pieces = tl.cdiv(DIM, BLOCK_D)
     for piece in range(tl.program_id(1), H * pieces, tl.num_programs(1)):
         copy = piece // pieces
         d = (piece % pieces) * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = d < dim
+        inside = d < DIM
         tile = tl.load(
-            x + t[:, None] * stride_token + copy * stride_copy + d[None, :],
+            x + (t[:, None] * token_rows + copy * copy_rows) * DIM + d[None, :],
             mask=live[:, None] & inside[None, :],
             other=0.0,
         ).to(tl.float32)
         weight = tl.load(
-            fn + m[None, :] * (H * dim) + copy * dim + d[:, None], mask=inside[:, None] & (m < M)[None, :], other=0.0
+            fn + (m[None, :] * H + copy) * DIM + d[:, None], mask=inside[:, None] & (m < M)[None, :], other=0.0
         )
         product = tl.dot(tile, weight, product, input_precision=PRECISION)
         squares += tile * tile
@@ -69,7 +70,7 @@ def project_kernel(
 
 
 @kernel
-def sinkhorn_start(logits, hc_eps, h, H: tl.constexpr):
+def sinkhorn_start(logits, hc_eps: float, h, H: tl.constexpr):
     """Per token: the row softmax [T, H, H] of the logits, and the matrix that Sinkhorn starts from.
 
     Padding becomes an identity beside the matrix, which Sinkhorn leaves alone.
@@ -84,7 +85,7 @@ def sinkhorn_start(logits, hc_eps, h, H: tl.constexpr):
 
 
 @kernel
-def sinkhorn_rounds(matrix, rounds, hc_eps):
+def sinkhorn_rounds(matrix, rounds: int, hc_eps: float):
     """Row and column divisors [T, H] after the first division of columns and `rounds` of rows, then columns."""
     col = tl.sum(matrix, axis=1) + hc_eps
     row = col * 0.0 + 1.0
@@ -105,12 +106,12 @@ def mix_kernel(
     pre,
     post,
     comb,
-    tokens,
-    splits,
-    width,
-    rounds,
-    norm_eps,
-    hc_eps,
+    tokens: int,
+    splits: int,
+    rounds: int,
+    norm_eps: float,
+    hc_eps: float,
+    DIM: tl.constexpr,
     H: tl.constexpr,
     H_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -138,7 +139,7 @@ def mix_kernel(
         post_z += tl.load(z_parts + row[:, None] * M + H + h[None, :], mask=vector, other=0.0)
         comb_z += tl.load(z_parts + row[:, None, None] * M + 2 * H + entry[None, :, :], mask=square, other=0.0)
         squares += tl.load(square_parts + row, mask=live, other=0.0)
-    norm = 1.0 / tl.sqrt(squares / width + norm_eps)
+    norm = 1.0 / tl.sqrt(squares / (H * DIM) + norm_eps)
     norm = tl.where(live, norm, 1.0)
     pre_z, post_z, comb_z = pre_z * norm[:, None], post_z * norm[:, None], comb_z * norm[:, None, None]
     tl.store(rstd + t, norm, mask=live)
@@ -170,10 +171,10 @@ def mix_backward_kernel(
     grad_logits,
     grad_product,
     shrink,
-    tokens,
-    width,
-    rounds,
-    hc_eps,
+    tokens: int,
+    rounds: int,
+    hc_eps: float,
+    DIM: tl.constexpr,
     H: tl.constexpr,
     H_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -236,7 +237,7 @@ def mix_backward_kernel(
     tl.store(grad_product + post_at, grad_post_z * norm[:, None], mask=vector)
     tl.store(grad_product + comb_at, grad_comb_z * norm[:, None, None], mask=square)
     dot = tl.sum(grad_pre_z * pre_z + grad_post_z * post_z, axis=1) + tl.sum(tl.sum(grad_comb_z * comb_z, axis=2), 1)
-    tl.store(shrink + t, -dot * norm * norm / width, mask=live)
+    tl.store(shrink + t, -dot * norm * norm / (H * DIM), mask=live)
 
 
 @kernel
@@ -247,10 +248,10 @@ def project_backward_kernel(
     shrink,
     grad_x,
     fn_parts,
-    tokens,
-    dim,
-    stride_token,
-    stride_copy,
+    tokens: int,
+    token_rows: int,
+    copy_rows: int,
+    DIM: tl.constexpr,
     H: tl.constexpr,
     M: tl.constexpr,
     M_PAD: tl.constexpr,
@@ -263,28 +264,29 @@ def project_backward_kernel(
     x: [T, H, D] by strides; fn: fp32 [M, H * D]; grad_product: fp32 [T, M]; shrink: fp32 [T]
     -> grad_x: [T, H, D]; fn_parts: fp32 [shares, M, H * D], to be added up
     """
-    pieces = tl.cdiv(dim, BLOCK_D)
+    pieces = tl.cdiv(DIM, BLOCK_D)
     copy = tl.program_id(0) // pieces
     d = (tl.program_id(0) % pieces) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = d < dim
+    inside = d < DIM
     m = tl.arange(0, M_PAD)
-    fn_at = m[:, None] * (H * dim) + copy * dim + d[None, :]
+    fn_at = (m[:, None] * H + copy) * DIM + d[None, :]
     fn_mask = (m < M)[:, None] & inside[None, :]
     weight = tl.load(fn + fn_at, mask=fn_mask, other=0.0)
     grad_fn = tl.zeros([M_PAD, BLOCK_D], tl.float32)
     for start in range(tl.program_id(1) * BLOCK_T, tokens, tl.num_programs(1) * BLOCK_T):
         t = start + tl.arange(0, BLOCK_T).to(tl.int64)
         mask = (t < tokens)[:, None] & inside[None, :]
-        tile = tl.load(x + t[:, None] * stride_token + copy * stride_copy + d[None, :], mask=mask, other=0.0)
-        tile = tile.to(tl.float32)
+        x_at = x + (t[:, None] * token_rows + copy * copy_rows) * DIM + d[None, :]
+        tile = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(
             grad_product + t[:, None] * M + m[None, :], mask=(t < tokens)[:, None] & (m < M)[None, :], other=0.0
         )
         pull = tl.load(shrink + t, mask=t < tokens, other=0.0)
         out = tl.dot(grad, weight, pull[:, None] * tile, input_precision=PRECISION)
-        tl.store(grad_x + t[:, None] * (H * dim) + copy * dim + d[None, :], out.to(grad_x.dtype.element_ty), mask=mask)
+        grad_x_at = grad_x + (t[:, None] * H + copy) * DIM + d[None, :]
+        tl.store(grad_x_at, out.to(grad_x.dtype.element_ty), mask=mask)
         grad_fn = tl.dot(tl.trans(grad), tile, grad_fn, input_precision=PRECISION)
-    tl.store(fn_parts + tl.program_id(1).to(tl.int64) * (M * H * dim) + fn_at, grad_fn, mask=fn_mask)
+    tl.store(fn_parts + tl.program_id(1).to(tl.int64) * (M * H * DIM) + fn_at, grad_fn, mask=fn_mask)
 
 
 def dot_precision(device: torch.device) -> str:
@@ -292,11 +294,12 @@ def dot_precision(device: torch.device) -> str:
     return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
 
 
-def launch_sizes(copies: int, device: torch.device) -> dict:
+def launch_sizes(copies: int, dim: int, device: torch.device) -> dict:
     """What the two kernels with matrix products are compiled for."""
     mixes = (2 + copies) * copies
     padded = max(16, triton.next_power_of_2(mixes))
     return {
+        "DIM": dim,
         "H": copies,
         "M": mixes,
         "M_PAD": padded,
@@ -333,42 +336,43 @@ class TritonStreamMixes(torch.autograd.Function):
         grad_stream = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
         if tokens == 0:
             return grad_stream, *(torch.zeros_like(parameter) for parameter in (fn, scale, base)), None, None, None
-        mix_backward_kernel[(triton.cdiv(tokens, MIX_BLOCK),)](
-            z,
-            rstd,
-            scale,
-            base,
-            grad_pre.contiguous(),
-            grad_post.contiguous(),
-            grad_comb.contiguous(),
-            grad_logits,
-            grad_product,
-            shrink,
-            tokens,
-            copies * dim,
-            iters - 1,
-            hc_eps,
-            H=copies,
-            H_PAD=triton.next_power_of_2(copies),
-            BLOCK_T=MIX_BLOCK,
-            num_warps=4,
-        )
-        sizes = launch_sizes(copies, stream.device)
+        with device_guard(stream):
+            mix_backward_kernel[(triton.cdiv(tokens, MIX_BLOCK),)](
+                z,
+                rstd,
+                scale,
+                base,
+                grad_pre.contiguous(),
+                grad_post.contiguous(),
+                grad_comb.contiguous(),
+                grad_logits,
+                grad_product,
+                shrink,
+                tokens,
+                iters - 1,
+                hc_eps,
+                DIM=dim,
+                H=copies,
+                H_PAD=triton.next_power_of_2(copies),
+                BLOCK_T=MIX_BLOCK,
+                num_warps=4,
+            )
+        sizes = launch_sizes(copies, dim, stream.device)
         columns = copies * triton.cdiv(dim, sizes["BLOCK_D"])
         shares = max(1, min(triton.cdiv(tokens, sizes["BLOCK_T"]), PROGRAMS // columns))
         fn_parts = fn.new_empty(shares, *fn.shape)
-        project_backward_kernel[(columns, shares)](
-            stream,
-            fn,
-            grad_product,
-            shrink,
-            grad_stream,
-            fn_parts,
-            tokens,
-            dim,
-            *stream.stride()[:2],
-            **sizes,
-        )
+        with device_guard(stream):
+            project_backward_kernel[(columns, shares)](
+                stream,
+                fn,
+                grad_product,
+                shrink,
+                grad_stream,
+                fn_parts,
+                tokens,
+                *row_strides(stream),
+                **sizes,
+            )
         parts = (grad_logits * z).split([copies, copies, copies * copies], 1)
         grad_scale = torch.stack([part.sum() for part in parts])
         return grad_stream, fn_parts.sum(0), grad_scale, grad_logits.sum(0), None, None, None
@@ -383,38 +387,39 @@ def triton_mixes(
     hc_eps: float,
     sinkhorn_iters: int,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """The mixing weights of a stream `[T, H, D]` with unit stride in D; and z `[T, (2 + H) * H]`, norms `[T]`."""
+    """The mixing weights of a stream as `as_rows` gives it; and z `[T, (2 + H) * H]`, norms `[T]`."""
     tokens, copies, dim = stream.shape
     pre, post = (fn.new_empty(tokens, copies) for _ in range(2))
     comb = fn.new_empty(tokens, copies, copies)
     z, rstd = fn.new_empty(tokens, len(fn)), fn.new_empty(tokens)
     if tokens == 0:
         return (pre, post, comb), z, rstd
-    sizes = launch_sizes(copies, stream.device)
+    sizes = launch_sizes(copies, dim, stream.device)
     blocks = triton.cdiv(tokens, sizes["BLOCK_T"])
     # Few tokens must not wait for one program to walk through their whole stream.
     splits = max(1, min(copies * triton.cdiv(dim, sizes["BLOCK_D"]), PROGRAMS // blocks))
     z_parts, square_parts = fn.new_empty(splits, tokens, len(fn)), fn.new_empty(splits, tokens)
-    project_kernel[(blocks, splits)](stream, fn, z_parts, square_parts, tokens, dim, *stream.stride()[:2], **sizes)
-    mix_kernel[(triton.cdiv(tokens, MIX_BLOCK),)](
-        z_parts,
-        square_parts,
-        scale,
-        base,
-        z,
-        rstd,
-        pre,
-        post,
-        comb,
-        tokens,
-        splits,
-        copies * dim,
-        sinkhorn_iters - 1,
-        norm_eps,
-        hc_eps,
-        H=copies,
-        H_PAD=triton.next_power_of_2(copies),
-        BLOCK_T=MIX_BLOCK,
-        num_warps=4,
-    )
+    with device_guard(stream):
+        project_kernel[(blocks, splits)](stream, fn, z_parts, square_parts, tokens, *row_strides(stream), **sizes)
+        mix_kernel[(triton.cdiv(tokens, MIX_BLOCK),)](
+            z_parts,
+            square_parts,
+            scale,
+            base,
+            z,
+            rstd,
+            pre,
+            post,
+            comb,
+            tokens,
+            splits,
+            sinkhorn_iters - 1,
+            norm_eps,
+            hc_eps,
+            DIM=dim,
+            H=copies,
+            H_PAD=triton.next_power_of_2(copies),
+            BLOCK_T=MIX_BLOCK,
+            num_warps=4,
+        )
     return (pre, post, comb), z, rstd

@@ -2,11 +2,9 @@
 
     out_j = post_j * y + sum_i comb[i, j] * x_i                  the stream, expanded
     h = sum_j pre_j * out_j                                      the next sublayer's input, collapsed
-    normed = h * rsqrt(mean(h^2) + norm_eps) * norm_weight       its RMSNorm, where wanted
 
-`pre` is known before the sublayer runs, so the stream is read once and written once; the norm, which needs all of a
-token's h first, reads h again. h is collapsed from the values that are stored, so the pass gives what expanding, then
-collapsing gives.
+`pre` is known before the sublayer runs, so the stream is read once and written once. h is collapsed from the values
+that are stored, so the pass gives what expanding, then collapsing gives.
 
 Backward, from g_j = d loss / d out_j and e = d loss / d h, with G_j = g_j + pre_j * e:
 
@@ -22,11 +20,11 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from .backend import device_guard, resolve_backend
+from .backend import resolve_backend
 from .precision import compute_dtype, without_autocast
-from .stream_mixes import as_tokens, unsupported
+from .stream_mixes import unsupported
 from .stream_update_kernels import TritonStreamCollapse, TritonStreamUpdate, triton_collapse, triton_update
-from .token_blocks import needs_grad, token_blocks
+from .token_blocks import as_rows, needs_grad, token_blocks
 
 
 # The formulas
@@ -43,13 +41,6 @@ def plain_stream_expand(
     """The formula, for a stream `[..., H, D]`; `post` and `comb` in the dtype to compute in."""
     mixed = comb.transpose(-1, -2) @ stream.to(comb.dtype)
     return (mixed + post.unsqueeze(-1) * hidden_states.to(comb.dtype).unsqueeze(-2)).to(stream.dtype)
-
-
-def plain_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `LlamaRMSNorm`: normalised in fp32, cast, then multiplied by the weight."""
-    x = hidden_states.to(compute_dtype(hidden_states.dtype))
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return weight * x.to(hidden_states.dtype)
 
 
 # Eager: block by block, with the backward written by hand
@@ -124,7 +115,7 @@ class EagerStreamCollapse(torch.autograd.Function):
 
 
 class EagerStreamUpdate(torch.autograd.Function):
-    """`stream_update` without the norm, or `stream_expand` where `pre` is None; keeps its inputs."""
+    """`stream_update`, or `stream_expand` where `pre` is None; keeps its inputs."""
 
     @staticmethod
     def forward(ctx, y, stream, post, comb, pre):
@@ -167,7 +158,7 @@ def _check_shapes(stream: torch.Tensor, **others: torch.Tensor | None) -> None:
     *lead, copies, dim = stream.shape
     ends = {"hidden_states": [dim], "pre": [copies], "post": [copies], "comb": [copies, copies]}
     for name, tensor in others.items():
-        expected = [dim] if name == "norm_weight" else [*lead, *ends[name]]
+        expected = [*lead, *ends[name]]
         if tensor is not None and list(tensor.shape) != expected:
             raise ValueError(
                 f"`{name}` must be {expected} for a stream [..., H, D] = {list(stream.shape)}, got "
@@ -192,12 +183,10 @@ def stream_collapse(stream: torch.Tensor, pre: torch.Tensor, backend: str | None
     with without_autocast(stream.device):
         if backend == "eager" and torch.compiler.is_compiling():
             return plain_stream_collapse(stream, pre)
-        x, pre = as_tokens(stream), pre.flatten(0, -2)
+        x, pre = as_rows(stream.flatten(0, -3)), pre.flatten(0, -2)
         record = needs_grad(x, pre)
         if backend == "triton":
-            with device_guard(x):
-                collapse = TritonStreamCollapse.apply if record else triton_collapse
-                collapsed = collapse(x, pre.contiguous())
+            collapsed = (TritonStreamCollapse.apply if record else triton_collapse)(x, pre.contiguous())
         else:
             collapsed = (EagerStreamCollapse.apply if record else eager_collapse)(x, pre)
     return collapsed.view(*stream.shape[:-2], stream.shape[-1])
@@ -224,7 +213,7 @@ def stream_expand(
     """
     _check_shapes(stream, hidden_states=hidden_states, post=post, comb=comb)
     backend = resolve_backend("stream_expand", backend, stream, unsupported(stream))
-    return _update(hidden_states, stream, post, comb, None, None, 0.0, backend)[0]
+    return _update(hidden_states, stream, post, comb, None, backend)[0]
 
 
 def stream_update(
@@ -233,36 +222,30 @@ def stream_update(
     post: torch.Tensor,
     comb: torch.Tensor,
     pre: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
     backend: str | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """`stream_expand`, then `stream_collapse` of the result, then (where a weight is given) `LlamaRMSNorm` of that.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`stream_expand`, then `stream_collapse` of the result, in one pass over the stream.
 
     Args:
         hidden_states, stream, post, comb: as for `stream_expand`.
         pre: as for `stream_collapse`.
-        norm_weight: `[D]`, or None for no norm.
-        norm_eps: added to the norm's mean square.
         backend: `"eager"`, `"triton"` or None to choose.
 
     Returns:
-        the stream `[B, L, H, D]` and the collapsed vectors `[B, L, D]` in the stream's dtype, and with `norm_weight`
-        their norm `[B, L, D]`.
+        the stream `[B, L, H, D]` and the collapsed vectors `[B, L, D]`, in the stream's dtype.
     """
-    _check_shapes(stream, hidden_states=hidden_states, post=post, comb=comb, pre=pre, norm_weight=norm_weight)
+    _check_shapes(stream, hidden_states=hidden_states, post=post, comb=comb, pre=pre)
     backend = resolve_backend("stream_update", backend, stream, unsupported(stream))
-    outputs = _update(hidden_states, stream, post, comb, pre, norm_weight, norm_eps, backend)
-    return outputs[:2] if norm_weight is None else outputs
+    return _update(hidden_states, stream, post, comb, pre, backend)
 
 
-def _update(hidden_states, stream, post, comb, pre, norm_weight, norm_eps, backend):
-    """Expanded, collapsed (None without `pre`), normed (None without `norm_weight`)."""
+def _update(hidden_states, stream, post, comb, pre, backend):
+    """Expanded, and collapsed (None without `pre`)."""
     dtype = compute_dtype(stream.dtype)
     post, comb, pre = post.to(dtype), comb.to(dtype), None if pre is None else pre.to(dtype)
-    collapsed = normed = None
+    collapsed = None
     with without_autocast(stream.device):
-        record = needs_grad(hidden_states, stream, post, comb, pre, norm_weight)
+        record = needs_grad(hidden_states, stream, post, comb, pre)
         # Inductor fuses the formula; and for a decode step it has the fewest operations.
         one_token = stream.shape[:-2].numel() == 1
         if backend == "eager" and (torch.compiler.is_compiling() or one_token):
@@ -270,22 +253,16 @@ def _update(hidden_states, stream, post, comb, pre, norm_weight, norm_eps, backe
             if pre is not None:
                 collapsed = plain_stream_collapse(out, pre)
         else:
-            y, x = hidden_states.flatten(0, -2), as_tokens(stream)
+            y, x = hidden_states.flatten(0, -2), as_rows(stream.flatten(0, -3))
             post, comb = post.flatten(0, -2), comb.flatten(0, -3)
             pre = None if pre is None else pre.flatten(0, -2)
             if backend == "triton":
                 update = TritonStreamUpdate.apply if record else triton_update
-                y, post, comb, pre, weight = (
-                    None if tensor is None else tensor.contiguous() for tensor in (y, post, comb, pre, norm_weight)
-                )
-                with device_guard(x):
-                    out, collapsed, normed = update(y, x, post, comb, pre, weight, norm_eps)
+                y, post, comb = y.contiguous(), post.contiguous(), comb.contiguous()
+                pre = None if pre is None else pre.contiguous()
             else:
                 update = EagerStreamUpdate.apply if record else eager_update
-                out, collapsed = update(y, x, post, comb, pre)
+            out, collapsed = update(y, x, post, comb, pre)
             out = out.view(stream.shape)
             collapsed = None if collapsed is None else collapsed.view(hidden_states.shape)
-            normed = None if normed is None else normed.view(hidden_states.shape)
-        if norm_weight is not None and normed is None:
-            normed = plain_rms_norm(collapsed, norm_weight, norm_eps)
-    return out, collapsed, normed
+    return out, collapsed

@@ -25,6 +25,19 @@ def token_blocks(stream: torch.Tensor, *others: torch.Tensor | None) -> Iterator
     )
 
 
+def as_rows(stream: torch.Tensor) -> torch.Tensor:
+    """A stream `[T, H, D]` whose tokens and copies are rows of D, in memory whole rows apart (or none: copies that are
+    one in memory stay one), which is how the kernels count."""
+    dim = stream.shape[2]
+    is_rows = stream.stride(2) == 1 and stream.stride(1) in (0, dim) and stream.stride(0) % dim == 0
+    return stream if is_rows else stream.contiguous()
+
+
+def row_strides(stream: torch.Tensor) -> tuple[int, int]:
+    """Of what `as_rows` gives: rows from token to token, and from copy to copy."""
+    return stream.stride(0) // stream.shape[2], stream.stride(1) // stream.shape[2]
+
+
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -57,7 +57,7 @@ def mixes_inputs(batch: int, length: int, copies: int, dim: int) -> list[torch.T
 
 
 def update_inputs(batch: int, length: int, copies: int, dim: int) -> list[torch.Tensor]:
-    """Sublayer output, stream, post, comb, pre, norm weight."""
+    """Sublayer output, stream, post, comb, pre."""
     lead = batch, length
     return [
         draw(*lead, dim, seed=4),
@@ -65,14 +65,12 @@ def update_inputs(batch: int, length: int, copies: int, dim: int) -> list[torch.
         draw(*lead, copies, seed=6),
         draw(*lead, copies, copies, seed=7),
         draw(*lead, copies, seed=8),
-        draw(dim, seed=9),
     ]
 
 
-def plain_update(y, stream, post, comb, pre, norm_weight):
+def plain_update(y, stream, post, comb, pre):
     out = stream_update.plain_stream_expand(y, stream, post, comb)
-    collapsed = stream_update.plain_stream_collapse(out, pre)
-    return out, collapsed, stream_update.plain_rms_norm(collapsed, norm_weight, NORM_EPS)
+    return out, stream_update.plain_stream_collapse(out, pre)
 
 
 def run(function, inputs, seed: int = 10) -> list[torch.Tensor]:
@@ -110,9 +108,9 @@ def check_mixes(op, inputs, iters=ITERS, **kwargs):
 
 def check_update(op, inputs, **kwargs):
     expected = run(plain_update, [value.double() for value in inputs])
-    actual = run(lambda *args: op(*args, norm_eps=NORM_EPS, **kwargs), inputs)
+    actual = run(lambda *args: op(*args, **kwargs), inputs)
     assert_close(actual, expected, TOLERANCE[inputs[0].dtype])
-    for ours, value in zip(actual[3:], inputs, strict=True):
+    for ours, value in zip(actual[2:], inputs, strict=True):
         assert ours.dtype == value.dtype
 
 
@@ -146,37 +144,29 @@ def test_narrow_streams(backend, device, dtype):
     """fp32 inside whatever the stream's dtype; parameters and mixing weights stay fp32."""
     stream, *parameters = to(device, mixes_inputs(1, 6, 4, 96))
     check_mixes(residual_stream.stream_mixes, [stream.to(dtype), *parameters], backend=backend)
-    y, stream, post, comb, pre, weight = to(device, update_inputs(1, 6, 4, 96))
-    inputs = [y.to(dtype), stream.to(dtype), post, comb, pre, weight.to(dtype)]
+    y, stream, *mixes = to(device, update_inputs(1, 6, 4, 96))
+    inputs = [y.to(dtype), stream.to(dtype), *mixes]
     check_update(residual_stream.stream_update, inputs, backend=backend)
 
 
 def test_wide_sublayer_output_in_narrow_stream(backend, device):
     """A sublayer's output may have another dtype than the stream, as under autocast."""
-    y, stream, *mixes, weight = to(device, update_inputs(1, 5, 4, 32))
+    y, stream, *mixes = to(device, update_inputs(1, 5, 4, 32))
     for y_dtype, dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
-        inputs = [y.to(y_dtype), stream.to(dtype), *mixes, weight.to(dtype)]
+        inputs = [y.to(y_dtype), stream.to(dtype), *mixes]
         expected = run(plain_update, [value.double() for value in inputs])
-        actual = run(lambda *args: residual_stream.stream_update(*args, norm_eps=NORM_EPS, backend=backend), inputs)
+        actual = run(lambda *args: residual_stream.stream_update(*args, backend=backend), inputs)
         assert actual[0].dtype == actual[1].dtype == dtype
-        assert actual[3].dtype == y_dtype
+        assert actual[2].dtype == y_dtype
         assert_close(actual, expected, 2**-6)
 
 
 def test_halves_and_whole_agree(backend, device):
-    """The single pass is expand, then collapse, then LlamaRMSNorm, bit for bit but for the order of sums."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    y, stream, post, comb, pre, weight = to(device, update_inputs(2, 3, 4, 96))
-    out, collapsed, normed = residual_stream.stream_update(
-        y, stream, post, comb, pre, weight, NORM_EPS, backend=backend
-    )
-    assert len(residual_stream.stream_update(y, stream, post, comb, pre, backend=backend)) == 2
+    """The single pass is expand, then collapse, bit for bit but for the order of sums."""
+    y, stream, post, comb, pre = to(device, update_inputs(2, 3, 4, 96))
+    out, collapsed = residual_stream.stream_update(y, stream, post, comb, pre, backend=backend)
     assert_close([out], [residual_stream.stream_expand(y, stream, post, comb, backend=backend)], 1e-6)
     assert_close([collapsed], [residual_stream.stream_collapse(out, pre, backend=backend)], 1e-6)
-    norm = LlamaRMSNorm(96, eps=NORM_EPS).to(device)
-    norm.weight.data = weight
-    assert_close([normed], [norm(collapsed).detach()], 1e-6)
 
     run_expand = run(lambda *args: residual_stream.stream_expand(*args, backend=backend), [y, stream, post, comb])
     exact = run(stream_update.plain_stream_expand, [v.double() for v in (y, stream, post, comb)])
@@ -185,25 +175,13 @@ def test_halves_and_whole_agree(backend, device):
     assert_close(run_collapse, run(stream_update.plain_stream_collapse, [stream.double(), pre.double()]), 1e-5)
 
 
-def test_norm_rounds_as_llama():
-    """bf16: normalised in fp32, cast, then multiplied by the weight; the same bits as LlamaRMSNorm."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    y, stream, post, comb, pre, weight = (value.float() for value in update_inputs(1, 9, 4, 96))
-    inputs = [y.bfloat16(), stream.bfloat16(), post, comb, pre]
-    norm = LlamaRMSNorm(96, eps=1e-5).bfloat16()
-    norm.weight.data = weight.bfloat16()
-    _, collapsed, normed = residual_stream.stream_update(*inputs, norm.weight, 1e-5, backend="eager")
-    assert torch.equal(normed, norm(collapsed))
-
-
 def test_gradcheck():
     """The backward written by hand against finite differences, in fp64."""
     inputs = [value.requires_grad_() for value in mixes_inputs(1, 2, 3, 4)]
     assert torch.autograd.gradcheck(lambda *args: residual_stream.stream_mixes(*args, NORM_EPS, HC_EPS, 5), inputs)
     inputs = [value.requires_grad_() for value in update_inputs(1, 2, 3, 4)]
-    assert torch.autograd.gradcheck(lambda *args: residual_stream.stream_update(*args, norm_eps=NORM_EPS), inputs)
-    y, stream, post, comb, pre, _ = inputs
+    assert torch.autograd.gradcheck(residual_stream.stream_update, inputs)
+    y, stream, post, comb, pre = inputs
     assert torch.autograd.gradcheck(residual_stream.stream_expand, (y, stream, post, comb))
     assert torch.autograd.gradcheck(residual_stream.stream_collapse, (stream, pre))
 
@@ -227,7 +205,7 @@ def test_extreme_streams(backend, device, name):
         y, stream, *others = to(device, update_inputs(1, 5, 4, 48))
         inputs = [VALUES[name](y), VALUES[name](stream), *others]
         expected = run(plain_update, [value.double() for value in inputs])
-        actual = run(lambda *args: residual_stream.stream_update(*args, norm_eps=NORM_EPS, backend=backend), inputs)
+        actual = run(lambda *args: residual_stream.stream_update(*args, backend=backend), inputs)
         assert_close(actual, expected, 1e-5)
 
 
@@ -274,7 +252,7 @@ def test_same_bits_without_gradients(backend, device, tokens):
     """
     for inputs, function in (
         (mixes_inputs(1, tokens, 4, 24), lambda *v: stream_mixes.stream_mixes(*v, NORM_EPS, HC_EPS, ITERS, backend)),
-        (update_inputs(1, tokens, 4, 24), lambda *v: stream_update.stream_update(*v, NORM_EPS, backend)),
+        (update_inputs(1, tokens, 4, 24), lambda *v: stream_update.stream_update(*v, backend)),
     ):
         inputs = to(device, inputs)
         expected = function(*(value.requires_grad_() for value in inputs))
@@ -301,17 +279,17 @@ def test_blocks_of_tokens(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         stream, *parameters = (value.float() for value in mixes_inputs(1, 11, 4, 24))
         check_mixes(residual_stream.stream_mixes, [stream.to(dtype), *parameters], backend="eager")
-        y, stream, post, comb, pre, weight = (value.float() for value in update_inputs(1, 11, 4, 24))
-        inputs = [y.to(dtype), stream.to(dtype), post, comb, pre, weight.to(dtype)]
+        y, stream, *mixes = (value.float() for value in update_inputs(1, 11, 4, 24))
+        inputs = [y.to(dtype), stream.to(dtype), *mixes]
         check_update(residual_stream.stream_update, inputs, backend="eager")
 
 
 def test_some_outputs_used(backend, device):
     """The last layer's stream is not used, only its collapsed vector; and mixes may be used in part."""
     inputs = to(device, update_inputs(1, 3, 4, 16))
-    for index in range(3):
+    for index in range(2):
         leaves = [value.clone().requires_grad_() for value in inputs]
-        outputs = residual_stream.stream_update(*leaves, norm_eps=NORM_EPS, backend=backend)
+        outputs = residual_stream.stream_update(*leaves, backend=backend)
         grads = torch.autograd.grad(outputs[index].sum(), leaves[:2])
         exact_leaves = [value.double().requires_grad_() for value in inputs]
         exact = torch.autograd.grad(plain_update(*exact_leaves)[index].sum(), exact_leaves[:2])
@@ -352,13 +330,13 @@ def test_autocast_is_off():
 def test_compiles_without_graph_breaks():
     """torch.compile(fullgraph=True), forward and backward, gives the eager numbers."""
 
-    def sublayer(stream, y, fn, scale, base, weight):
+    def sublayer(stream, y, fn, scale, base):
         pre, post, comb = residual_stream.stream_mixes(stream, fn, scale, base, NORM_EPS, HC_EPS, 20)
-        return residual_stream.stream_update(y, stream, post, comb, pre, weight, NORM_EPS)
+        return residual_stream.stream_update(y, stream, post, comb, pre)
 
     stream, *parameters = (value.float() for value in mixes_inputs(2, 5, 4, 32))
-    y, *_, weight = (value.float() for value in update_inputs(2, 5, 4, 32))
-    inputs = [stream, y, *parameters, weight]
+    y, *_ = (value.float() for value in update_inputs(2, 5, 4, 32))
+    inputs = [stream, y, *parameters]
     assert_close(run(torch.compile(sublayer, fullgraph=True), inputs), run(sublayer, inputs), 1e-5)
 
 
@@ -405,11 +383,10 @@ def test_kernels_compile(tmp_path, target, copies, dim, dtype, spilled):
     from ahead_of_time import compile_only, resources
 
     stream, *parameters = (value.float() for value in mixes_inputs(1, 3, copies, dim))
-    y, _, post, comb, pre, weight = (value.float()[0] for value in update_inputs(1, 3, copies, dim))
-    weight = update_inputs(1, 1, copies, dim)[-1]
-    stream, y, weight = (value.to(dtype) for value in (stream[0], y, weight))
-    leaves = [value.requires_grad_() for value in (stream, y, post, comb, pre, weight, *parameters)]
-    stream, y, post, comb, pre, weight, *parameters = leaves
+    y, _, post, comb, pre = (value.float()[0] for value in update_inputs(1, 3, copies, dim))
+    stream, y = stream[0].to(dtype), y.to(dtype)
+    leaves = [value.requires_grad_() for value in (stream, y, post, comb, pre, *parameters)]
+    stream, y, post, comb, pre, *parameters = leaves
     precision = "ieee" if target.startswith("gfx") else "tf32x3"
     with (
         compile_only(target) as kernels,
@@ -417,13 +394,13 @@ def test_kernels_compile(tmp_path, target, copies, dim, dtype, spilled):
     ):
         mixes = stream_mixes_kernels.TritonStreamMixes.apply(stream, *parameters, NORM_EPS, HC_EPS, 20)
         torch.autograd.grad(mixes, leaves[0], mixes)
-        for arguments in ((pre, weight), (pre, None), (None, None)):
-            outputs = stream_update_kernels.TritonStreamUpdate.apply(y, stream, post, comb, *arguments, NORM_EPS)
+        for weights in (pre, None):
+            outputs = stream_update_kernels.TritonStreamUpdate.apply(y, stream, post, comb, weights)
             outputs = [out for out in outputs if out is not None]
             torch.autograd.grad(outputs, leaves[0], outputs)
         collapsed = stream_update_kernels.TritonStreamCollapse.apply(stream, pre)
         torch.autograd.grad(collapsed, leaves[0], collapsed)
-    assert len(kernels) == 14
+    assert len(kernels) == 10
     for kernel in kernels:
         _, bytes_spilled = resources(kernel, tmp_path)
         assert bytes_spilled <= spilled, kernel.metadata.name
@@ -439,8 +416,8 @@ def test_large_on_gpu(shape, dtype):
     """Many tokens and real widths, against the formulas in fp64."""
     stream, *parameters = (value.float().cuda() for value in mixes_inputs(*shape))
     check_mixes(residual_stream.stream_mixes, [stream.to(dtype), *parameters], backend="triton")
-    y, stream, post, comb, pre, weight = (value.float().cuda() for value in update_inputs(*shape))
-    inputs = [y.to(dtype), stream.to(dtype), post, comb, pre, weight.to(dtype)]
+    y, stream, *mixes = (value.float().cuda() for value in update_inputs(*shape))
+    inputs = [y.to(dtype), stream.to(dtype), *mixes]
     check_update(residual_stream.stream_update, inputs, backend="triton")
 
 
@@ -460,7 +437,7 @@ def test_same_bits_every_time_on_gpu():
 def test_memory_on_gpu():
     """Beyond its outputs the single pass takes nothing, and the mixes take less than a tenth of the stream."""
     stream, *parameters = (value.float().cuda() for value in mixes_inputs(1, 4096, 4, 1024))
-    y, _, post, comb, pre, _ = (value.float().cuda() for value in update_inputs(1, 4096, 4, 1024))
+    y, _, post, comb, pre = (value.float().cuda() for value in update_inputs(1, 4096, 4, 1024))
     stream, y = stream.bfloat16(), y.bfloat16()
     size = stream.numel() * 2
     with torch.no_grad():
@@ -480,7 +457,7 @@ def test_memory_on_gpu():
 def test_shapes_are_checked(name):
     """Batch and length the wrong way round are as many numbers, and would be read in another order."""
     names = ["hidden_states", "stream", "post", "comb", "pre"]
-    inputs = dict(zip(names, update_inputs(2, 3, 4, 8)[:-1], strict=True))
+    inputs = dict(zip(names, update_inputs(2, 3, 4, 8), strict=True))
     inputs[name] = inputs[name].transpose(0, 1)
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         residual_stream.stream_update(**inputs)

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from .backbone_origin import backbone_origin
 from .configuration.configuration_engram import EngramConfig
 from .modeling_engram.modeling_engram import EngramForCausalLM
+from .tokenization.token_map import check_tokenizer_size
 from .tokenization.tokenization_engram import EngramTokenizer
 
 
@@ -434,7 +435,8 @@ def _check_tokenizer(
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"`tokenizer` must be a Transformers tokenizer, got {type(tokenizer).__name__}.")
     vocabulary = tokenizer.get_vocab()
-    size = 1 + max(vocabulary.values())
+    size = 1 + max(vocabulary.values(), default=-1)
+    check_tokenizer_size(size, config.vocab_size)
     if size > config.vocab_size:
         raise ValueError(
             f"The tokenizer's ids go up to {size - 1}, but the backbone's `vocab_size` is {config.vocab_size}: it is "

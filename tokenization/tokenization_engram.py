@@ -115,6 +115,11 @@ class EngramTokenizer(PreTrainedTokenizerFast):
         super().__init__(*args, **fields, return_hash_ids=return_hash_ids, **kwargs)
         for name, value in fields.items():
             setattr(self, name, value)
+        if self.backend_tokenizer.get_vocab_size(with_added_tokens=True) < 2:
+            raise ValueError(
+                f"The tokenizer has {len(self)} tokens, of which no two n-grams can be made: its folder holds no "
+                "tokenizer files, for which Transformers makes one up, or it is not trained yet. Fetch tokenizer.json."
+            )
         names = [name for name in self.model_input_names if name != "hash_ids"]
         self.model_input_names = [*names, "hash_ids"] if return_hash_ids and self.engram_layer_ids else names
 
@@ -394,6 +399,11 @@ class EngramTokenizer(PreTrainedTokenizerFast):
     def _update_token_map(self) -> None:
         """Builds the token map, or extends it by the tokens added since; entries that are there stay."""
         token_map = build_token_map(self.backend_tokenizer, token_map_size(self.backend_tokenizer), self._token_map)
+        if token_map.max() == 0:
+            raise ValueError(
+                f"All {len(token_map)} tokens normalise alike, to one compressed id, so every token would read the same "
+                "table rows: it is not a tokenizer of text. Make the Engram tokenizer from one that is trained."
+            )
         limit = self._compressed_vocab_size
         if limit is not None and int(token_map.max()) >= limit:
             token_id = int(np.argmax(token_map >= limit))

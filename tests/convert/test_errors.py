@@ -4,10 +4,12 @@ import copy
 import json
 import sys
 from dataclasses import fields
+from itertools import product
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models
 from transformers import LlamaModel, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -154,6 +156,45 @@ def test_no_tokenizer(tmp_path, backbone):
     theirs.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="`tokenizer` is None, and none can be loaded from"):
         EngramForCausalLM.from_backbone(tmp_path)
+
+
+MADE_UP = ["llama", "qwen2", "qwen3", "mistral", "seed_oss"]
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_folder_without_tokenizer_files(tmp_path, backbone, name):
+    """For some families Transformers makes up a tokenizer of one token where there is none; for others it finds none.
+    Either way nothing is converted, and no weight is loaded: the folder has none."""
+    backbone(name).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`tokenizer` is None, and none can be loaded|1 token ids.*`vocab_size` 320"):
+        convert_backbone(tmp_path)
+
+
+def tokenizer_of(*texts: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token=texts[0]))
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_far_too_few_tokens(backbone, wrapped):
+    """With less than half of the backbone's rows it is another model's; from half on it may be this one's."""
+    for size in (159, 160):
+        tokenizer = tokenizer_of(*(f"word{i}" for i in range(size)))
+        if wrapped:
+            tokenizer = EngramTokenizer.from_tokenizer(tokenizer, engram_vocab_size=50, engram_pad_token_id=0)
+        fields = {} if wrapped else {"engram_vocab_size": 50, "engram_pad_token_id": 0}
+        if size == 159:
+            with pytest.raises(ValueError, match=r"159 token ids.*`vocab_size` 320"):
+                convert_backbone(backbone(), tokenizer, **fields)
+        else:
+            assert convert_backbone(backbone(), tokenizer, **fields)[0].model.engram_hasher.is_bound
+
+
+def test_tokens_that_are_all_one(backbone):
+    """They would all read the same rows."""
+    tokenizer = tokenizer_of(*("".join(letters) for letters in product("aA", repeat=8)))
+    with pytest.raises(ValueError, match=r"All 256 tokens normalise alike"):
+        convert_backbone(backbone(), tokenizer, engram_vocab_size=50, engram_pad_token_id=0)
 
 
 @pytest.mark.parametrize("tokenizer", ["a path", 3])

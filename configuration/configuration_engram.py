@@ -178,7 +178,6 @@ class EngramConfig(PreTrainedConfig):
         if self.engram_compressed_vocab_size is None:
             self.engram_compressed_vocab_size = self.vocab_size
         layer_types = kwargs.pop("layer_types", None)
-        kwargs.pop("number_of_conv_states", None)
         super().__post_init__(**kwargs)
         self._check_engram_fields()
         if self.engram_num_embeddings is None:
@@ -188,23 +187,16 @@ class EngramConfig(PreTrainedConfig):
         self.validate()
         if layer_types is not None and list(layer_types) != self.layer_types:
             raise ValueError(
-                f"`layer_types` follows from `engram_layer_ids` and is {self.layer_types}, got {list(layer_types)}: "
-                "leave it out. Other kinds of layer (sliding windows, ...) are not supported."
+                f"`layer_types` is {self.layer_types}, got {list(layer_types)}: leave it out. Other kinds of layer "
+                "(sliding windows, ...) are not supported."
             )
         if getattr(self, "auto_map", None) is None:
             self.auto_map = dict(MODEL_AUTO_MAP)
 
     @property
     def layer_types(self) -> list[str]:
-        """Kinds of cache layer. The first Engram layer is `"hybrid"`: beside keys and values, its cache layer keeps
-        the n-gram history that all Engram layers share."""
-        history_layer = self.engram_layer_ids[0] if self.engram_layer_ids else None
-        return ["hybrid" if i == history_layer else "full_attention" for i in range(self.num_hidden_layers)]
-
-    @property
-    def number_of_conv_states(self) -> int:
-        """States of a `"hybrid"` cache layer beside keys and values: the n-gram history."""
-        return 1
+        """Kinds of decoder layer, which are all one. (The n-gram history makes its own place in a cache.)"""
+        return ["full_attention"] * self.num_hidden_layers
 
     def layout(self):
         """The [`NgramLayout`] of the Engram layers' tables (cached)."""

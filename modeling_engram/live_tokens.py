@@ -2,8 +2,6 @@
 
 import torch
 
-from ..tokenization.ngram_hashing import document_starts
-
 
 def live_tokens(
     shape: tuple[int, int],
@@ -47,34 +45,60 @@ def live_tokens(
     return live
 
 
-def positions_by_visibility(
+# What a mask adds to a logit to hide a token: people write -1e4, -1e9, infinity, or a type's lowest number.
+HIDING = -1e3
+
+
+def parents_by_visibility(
     attention_mask: torch.Tensor,
     shape: tuple[int, int],
     past_length: int | torch.Tensor,
     position_ids: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Positions that restart wherever a token may not attend to the one before it, for a mask of four dimensions.
+    """The token that each token follows, for a mask of four dimensions: of those before it, the last that it may see.
 
-    Such a mask says by itself where a document or the padding ends, also where `position_ids` do not.
+        parent(t) = max { s < t : t may attend to s in some head }, none where there is none, or at position 0
+        n-gram of t = (t, parent(t), parent(parent(t)), ...)
+
+    So in a chain the token before, also where a token sees a window only; in a tree of drafts, or with a shared
+    prefix, the token before in the branch; at the first token of a document, and after padding that begins a row,
+    none. Padding inside a row is passed over. What a token may see of itself and of later ones (a bidirectional mask)
+    says nothing.
 
     Args:
-        attention_mask: `[B or 1, heads or 1, L, >= past + L]`, bool (True: may attend) or added to the logits.
+        attention_mask: `[B or 1, heads or 1, L, >= past + L]`, bool (True: may attend) or added to the logits, where
+            `HIDING` and less hides.
         shape: (B, L) of the tokens of this forward.
         past_length: number of tokens in the cache.
-        position_ids: integer `[B or 1, L]` or None; where they restart, these do, too.
+        position_ids: integer `[B or 1, L]` or None.
 
     Returns:
-        int64 `[B, L]`; the first is 0 only where it begins a document.
+        int64 `[B, L]`: places, cached tokens counted; -1 for none.
+
+    Raises:
+        ValueError: a shape that does not fit. TypeError: a mask of integers.
     """
     batch, length = shape
+    rows, _, queries, keys = attention_mask.shape
+    fits = isinstance(past_length, torch.Tensor) or keys >= past_length + length
+    if rows not in (1, batch) or queries != length or not fits:
+        raise ValueError(
+            f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)} after "
+            f"{past_length} cached tokens: pass [batch or 1, heads or 1, {length}, cached and new tokens]."
+        )
     if attention_mask.dtype == torch.bool:
         visible = attention_mask.any(1)
+    elif attention_mask.is_floating_point():
+        visible = (attention_mask > HIDING).any(1)
     else:
-        visible = (attention_mask > torch.finfo(attention_mask.dtype).min / 2).any(1)
-    before = torch.arange(length, device=visible.device) + past_length - 1
-    sees = visible.gather(-1, before.clamp_min(0).view(1, -1, 1).expand(len(visible), -1, 1)).squeeze(-1)
-    starts = (~sees & (before >= 0)).expand(batch, -1)
+        raise TypeError(
+            f"`attention_mask` of four dimensions must be bool (True: may attend) or floating point (added to the "
+            f"logits), got {attention_mask.dtype}: convert it with `.bool()`."
+        )
+    places = torch.arange(length, device=visible.device) + past_length
+    columns = torch.arange(keys, device=visible.device, dtype=torch.int32)
+    is_before = columns < places.unsqueeze(-1)
+    parents = torch.where(visible & is_before, columns, -1).amax(-1).long()
     if position_ids is not None:
-        starts = starts | document_starts(position_ids)
-    at = torch.arange(length, device=starts.device).expand(batch, -1)
-    return at - at.masked_fill(~starts, -1).cummax(1).values
+        parents = parents.masked_fill(position_ids == 0, -1)
+    return parents.expand(batch, -1)

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_masks_for_generate,
+    create_recurrent_attention_mask,
+)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -25,9 +29,8 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_engram import EngramConfig
 from .decoder_layer import EngramDecoderLayer
 from .engram_memory import EngramMemory
-from .live_tokens import live_tokens, positions_by_visibility
+from .live_tokens import live_tokens, parents_by_visibility
 from .ngram_hasher import NgramHasher
-from .ngram_history import has_history
 from .pretrained_model import EngramPreTrainedModel, check_input_ids
 from .row_request import RowRequest, awaited
 
@@ -99,17 +102,19 @@ class EngramModel(EngramPreTrainedModel):
         causal_mask, padding_mask = attention_mask, None
         if isinstance(attention_mask, dict):
             # Prepared by `generate` for a static cache.
-            causal_mask, padding_mask = attention_mask["full_attention"], attention_mask.get("linear_attention")
+            causal_mask, padding_mask = attention_mask["full_attention"], attention_mask.get("padding")
         elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             padding_mask = attention_mask
         past_seen_tokens = cache.get_seq_length() if cache is not None else 0
         shape = inputs_embeds.shape[:2]
         live = live_tokens(shape, padding_mask, token_mask, past_seen_tokens)
-        ngram_positions = position_ids
+        parents = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
-            ngram_positions = positions_by_visibility(attention_mask, shape, past_seen_tokens, position_ids)
-        is_hashed_alike = token_mask is None and ngram_positions is position_ids
-        embeddings = self._fetch(input_ids, inputs_embeds, hash_ids, live, ngram_positions, cache, is_hashed_alike)
+            parents = parents_by_visibility(attention_mask, shape, past_seen_tokens, position_ids)
+        is_hashed_alike = token_mask is None and parents is None
+        embeddings = self._fetch(
+            input_ids, inputs_embeds, hash_ids, live, position_ids, parents, cache, is_hashed_alike
+        )
 
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -152,6 +157,7 @@ class EngramModel(EngramPreTrainedModel):
         hash_ids: torch.LongTensor | None,
         live: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
+        parents: torch.LongTensor | None,
         cache: Cache | None,
         is_hashed_alike: bool,
     ) -> dict[int, torch.Tensor | RowRequest]:
@@ -168,7 +174,7 @@ class EngramModel(EngramPreTrainedModel):
                     "`hash_ids` beside them (from the tokenizer, or `model.compute_hash_ids(input_ids)`), or pass "
                     "`input_ids`."
                 )
-            if cache is not None and has_history(cache, self.config.engram_layer_ids[0]):
+            if cache is not None and self.engram_hasher.has_history(cache):
                 raise ValueError(
                     "`inputs_embeds` cannot continue a cache: its n-gram history would miss these tokens. Pass "
                     "`input_ids`."
@@ -177,10 +183,14 @@ class EngramModel(EngramPreTrainedModel):
         if hash_ids is not None:
             self.engram_hasher.check_hash_ids(hash_ids, *inputs_embeds.shape[:2], live)
         if input_ids is not None:
-            computed = self.engram_hasher(input_ids, None if live is None else ~live, position_ids, cache)
+            dead = None if live is None else ~live
+            computed = self.engram_hasher(input_ids, dead, position_ids, cache, parents)
             if hash_ids is not None and is_hashed_alike and not is_continued:
                 self.engram_hasher.check_agreement(hash_ids, computed, live)
             hash_ids = computed
+        elif live is not None:
+            # Where nothing is read, a collator may have padded with what is no row.
+            hash_ids = torch.where(live[..., None, None], hash_ids, self.engram_hasher.offsets.flatten(1))
         rows = self.engram_memory(hash_ids, dtype=inputs_embeds.dtype, wait=False)
         return dict(zip(self.config.engram_layer_ids, rows, strict=True))
 
@@ -273,12 +283,14 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
         )
 
-    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
-        # Transformers' quantised cache refuses "hybrid" layers; given plain ones, the history makes its own place.
-        if generation_config.cache_implementation == "quantized":
-            plain_layers = LlamaConfig(num_hidden_layers=self.config.num_hidden_layers)
-            generation_config.cache_config = {"config": plain_layers, **(generation_config.cache_config or {})}
-        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+    @staticmethod
+    def create_masks_for_generate(
+        config: EngramConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> dict[str, torch.Tensor | None]:
+        """As Transformers', called by `generate` for a static cache; n-grams need to know the padding, too."""
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
+        padding = create_recurrent_attention_mask(config, inputs_embeds, attention_mask)
+        return {"full_attention": masks["full_attention"], "padding": padding}
 
     def _prefill(
         self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs

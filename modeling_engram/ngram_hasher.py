@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..tokenization.ngram_hashing import build_multipliers
+from ..tokenization.ngram_hashing import DEAD, build_multipliers, encode_stream
 from ..tokenization.token_map import token_map_sha256
-from .ngram_history import append_history, read_history
+from .ngram_history import chain_windows, history_layer, tree_windows, trunk_length
 from .ops.ngram_hash import ngram_hash
 
 
@@ -245,6 +245,7 @@ class NgramHasher(nn.Module):
         dead: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
+        parents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hashes the window that ends at each token, and moves the cache's n-gram history on.
 
@@ -253,27 +254,108 @@ class NgramHasher(nn.Module):
             dead: bool `[B, L]` or None, True where a token is padding, masked, or not text.
             position_ids: integer `[B or 1, L]` or None; where they restart, a packed document begins.
             cache: holds the history of the tokens before, and gets these; None for a whole sequence.
+            parents: int64 `[B, L]` or None: the place (cached tokens counted) of the token that each one follows, -1
+                for none, see `parents_by_visibility`; then `position_ids` begin no documents. None for the token
+                before.
 
         Returns:
             int64 `[B, L, n_layers, C]`, row ids inside each layer's table.
+
+        Raises:
+            ValueError: tokens from the middle of a sequence, without the history of those before (a RuntimeError
+                where it is asserted on the device).
         """
         if not self.is_checked:
             self.check()
-        layer_idx, length = self.config.engram_layer_ids[0], self.config.engram_max_ngram_size - 1
-        hash_ids, encoded = ngram_hash(
-            input_ids,
-            self.token_map,
-            self.pad_id,
-            self.multipliers,
-            self.primes,
-            self.offsets,
-            dead,
-            position_ids,
-            history=None if cache is None else read_history(cache, layer_idx, length),
+        length = self.config.engram_max_ngram_size - 1
+        layer = None if cache is None else self._history(cache)
+        seen = 0 if layer is None else layer.get_seq_length()
+        if position_ids is not None:
+            self._check_positions(input_ids, dead, position_ids, seen, parents is not None)
+        constants = self.token_map, self.pad_id, self.multipliers, self.primes, self.offsets
+        if parents is None:
+            history = None if layer is None or layer.ngram_windows is None else layer.last_window()
+            hash_ids, encoded = ngram_hash(input_ids, *constants, dead, position_ids, history)
+            if layer is not None:
+                history = encoded.new_full((len(encoded), length), DEAD) if history is None else history
+                layer.append_windows(chain_windows(history, encoded))
+            return hash_ids
+        encoded = encode_stream(self.token_map[input_ids].long(), dead)
+        past = None if layer is None else layer.ngram_windows
+        past = encoded.new_full((len(encoded), length, 1), DEAD) if past is None else past
+        before, ending = tree_windows(past, encoded, parents, seen)
+        # Each token with its history, as if it were a sequence of its own.
+        hash_ids, _ = ngram_hash(
+            input_ids.reshape(-1, 1),
+            *constants,
+            None if dead is None else dead.reshape(-1, 1),
+            history=before.transpose(1, 2).reshape(-1, length),
         )
-        if cache is not None:
-            append_history(encoded, cache, layer_idx, length)
-        return hash_ids
+        if layer is not None:
+            layer.append_windows(ending)
+            layer.mark_branches(trunk_length(parents, seen))
+        return hash_ids.view(*input_ids.shape, *hash_ids.shape[2:])
+
+    def has_history(self, cache: Cache) -> bool:
+        """Whether the cache holds the history of earlier tokens."""
+        return bool(history_layer(cache, self.config.engram_layer_ids[0]).n_hashed)
+
+    def _history(self, cache: Cache) -> CacheLayerMixin:
+        """The cache layer that keeps the history, which is that of the tokens in the cache."""
+        layer = history_layer(cache, self.config.engram_layer_ids[0])
+        if layer.is_torn:
+            raise ValueError(
+                f"The cache was cropped to {int(layer.get_seq_length())} tokens, but from token {int(layer.trunk)} on "
+                "it held branches, as a 4-D `attention_mask` had them, and which of them its keys and values are of "
+                f"now is unknown: crop it to {int(layer.trunk)} tokens or fewer, and give the tokens that were kept "
+                "once more."
+            )
+        seen, n_hashed = layer.get_seq_length(), layer.n_hashed
+        message = (
+            "The cache holds {} tokens, but the n-gram history of {}: tokens were given as `inputs_embeds` without "
+            "`input_ids`, or keys and values were put in or taken out by other means than `crop`, `reorder_cache` or "
+            "`reset`. Give `input_ids` from the start of the sequence, on a new cache or with `use_cache=False`."
+        )
+        if isinstance(seen, torch.Tensor) or isinstance(n_hashed, torch.Tensor):
+            self._assert(torch.as_tensor(seen == n_hashed), message.format("other", "other tokens"))
+        elif seen != n_hashed:
+            raise ValueError(message.format(seen, n_hashed))
+        return layer
+
+    def _check_positions(
+        self,
+        input_ids: torch.Tensor,
+        dead: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        seen: int | torch.Tensor,
+        is_tree: bool,
+    ) -> None:
+        """Checks that no token's place in its sequence tells of tokens before it that are not known here.
+
+        A token at place p has at most p tokens before it, so its position is at most p: beyond that, somebody keeps
+        the sequence elsewhere. And a token after a live one follows it, or begins a document at position 0. (Neither
+        is asked of padding, nor is the second where the mask says what follows what.)
+        """
+        batch, length = input_ids.shape
+        if tuple(position_ids.shape) not in ((batch, length), (1, length)):
+            raise ValueError(
+                f"`position_ids` must be [batch, length], here ({batch} or 1, {length}), got "
+                f"{tuple(position_ids.shape)}: Engram models have one position a token."
+            )
+        places = torch.arange(length, device=position_ids.device) + seen
+        holds = position_ids <= places
+        if not is_tree and length > 1:
+            before, here = position_ids[:, :-1], position_ids[:, 1:]
+            follows = (here == before + 1) | (here == 0)
+            if dead is not None:
+                follows = follows | dead[:, :-1]
+            holds = torch.cat((holds[:, :1].expand(len(follows), -1), holds[:, 1:] & follows), 1)
+        self._assert(
+            holds if dead is None else holds | dead,
+            "`position_ids` are of tokens in the middle of a sequence, whose n-grams need the tokens before: pass the "
+            "`cache` that holds them, as `generate` does. (A sequence, and each document of a packed one, begins at "
+            "position 0.) An engine that keeps keys and values itself, such as vLLM, cannot run this model.",
+        )
 
     def check_hash_ids(
         self, hash_ids: torch.Tensor, batch: int, length: int, live: torch.Tensor | None = None

@@ -73,8 +73,8 @@ INVALID = [
     ({"engram_token_map_size": 0, "engram_token_map_sha256": "0" * 64}, ["`engram_token_map_size`", "0"]),
     ({"engram_token_map_size": 96}, ["`engram_token_map_size`", "96", "`engram_token_map_sha256`"]),
     ({"engram_token_map_sha256": "abc"}, ["`engram_token_map_sha256`", "abc", "`engram_token_map_size`"]),
-    ({"layer_types": ["full_attention"] * 3}, ["`layer_types`", "full_attention"]),
-    ({"layer_types": ["hybrid", "sliding_attention", "full_attention"]}, ["`layer_types`", "sliding_attention"]),
+    ({"layer_types": ["full_attention"] * 2}, ["`layer_types`", "full_attention"]),
+    ({"layer_types": ["hybrid", "full_attention", "full_attention"]}, ["`layer_types`", "hybrid"]),
 ]
 
 
@@ -178,20 +178,11 @@ def test_rows_follow_from_the_layout(tiny_config, layer_ids, size, ngram, heads)
     assert tiny_config(**{**config.to_dict(), "engram_num_embeddings": None}).engram_num_embeddings == expected
 
 
-@pytest.mark.parametrize(
-    ("layer_ids", "expected"),
-    [
-        ([0, 2], ["hybrid", "full_attention", "full_attention"]),
-        ([1], ["full_attention", "hybrid", "full_attention"]),
-        ([], ["full_attention"] * 3),
-        ((1, 2), ["full_attention", "hybrid", "full_attention"]),
-    ],
-)
-def test_layer_types(tiny_config, layer_ids, expected):
-    """The first Engram layer's cache layer keeps the history: one state; the others are plain."""
-    config = tiny_config(engram_layer_ids=layer_ids)
-    assert config.layer_types == expected
-    assert config.number_of_conv_states == 1
+@pytest.mark.parametrize("layer_ids", [[0, 2], [1], [], (1, 2)], ids=str)
+def test_layer_types(tiny_config, layer_ids):
+    """All decoder layers are of one kind, with and without Engram; caches of every class are made from that."""
+    config = tiny_config(engram_layer_ids=layer_ids, layer_types=["full_attention"] * 3)
+    assert config.layer_types == ["full_attention"] * 3
     assert config.engram_layer_ids == list(layer_ids)
 
 

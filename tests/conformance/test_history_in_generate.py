@@ -90,16 +90,16 @@ def test_static_cache_compiled(own_model, draw, plain_greedy, run_cached, backen
 def test_offloaded_history_stays_on_its_device(model, kind):
     """With `cache_implementation="offloaded"` the history went to host memory, and the next token's hash found it on
     another device. (The meta device stands for the GPU: nothing can be copied from it to host memory.)"""
-    from hf_engram.modeling_engram.ngram_history import append_history, read_history
+    from hf_engram.modeling_engram.ngram_history import history_layer
 
     config = model.config
     layer_idx, length = config.engram_layer_ids[0], config.engram_max_ngram_size - 1
     cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=32)
     cache.offloading = True
     for started in (False, True):
-        history = read_history(cache, layer_idx, length)
-        assert history.is_meta if started else history is None
-        append_history(torch.zeros(2, 5, dtype=torch.long, device="meta"), cache, layer_idx, length)
+        layer = history_layer(cache, layer_idx)
+        assert layer.last_window().is_meta if started else layer.ngram_windows is None
+        layer.append_windows(torch.zeros(2, length, 5, dtype=torch.long, device="meta"))
         keys = torch.zeros(2, config.num_key_value_heads, 5, config.head_dim)
         # What `Cache.update` does for every layer of an offloaded cache.
         cache.layers[layer_idx].update(keys, keys)

@@ -5,7 +5,9 @@ import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, MistralConfig, StaticCache
+
+from hf_engram.tokenization.ngram_hashing import DEAD
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +127,7 @@ def test_static_cache_keeps_its_address(model, random_ids):
     forward(model, ids, ones, 0, 6, cache)
 
     def address():
-        states = cache.layers[0].conv_states
-        return (states[0] if isinstance(states, (dict, list)) else states).data_ptr()
+        return cache.layers[0].ngram_windows.data_ptr(), cache.layers[0].n_hashed.data_ptr()
 
     before = address()
     for t in range(6, 10):
@@ -135,13 +136,11 @@ def test_static_cache_keeps_its_address(model, random_ids):
 
 
 def test_history_is_small_and_shared(model, filled):
-    """One history, an integer a token, serves all Engram layers; N - 1 absent tokens stand before the first."""
+    """One history, N - 1 integers a token, serves all Engram layers; nothing stands before the first token."""
     _, _, cache = filled
-    with_history = [layer for layer in cache.layers if getattr(layer, "conv_states", None)]
-    assert len(with_history) == 1
-    (state,) = with_history[0].conv_states.values()
-    assert state.shape == (3, 3 + 8)
-    assert state.dtype == torch.int64
+    (windows,) = [layer.ngram_windows for layer in cache.layers if hasattr(layer, "ngram_windows")]
+    assert windows.shape == (3, 3, 1 + 8) and windows.dtype == torch.int64
+    assert (windows[..., 0] == DEAD).all()
 
 
 def test_crosses_no_document(model, random_ids):
@@ -172,11 +171,15 @@ def test_cache_without_the_config(model, lively_model, random_ids, engram_layer_
 
 @torch.no_grad()
 def test_static_cache_of_another_model(model, lively_model, random_ids):
-    """A static cache made for a model without Engram has no place for the history: the error says what to do."""
-    plain = lively_model(engram_layer_ids=[])
+    """The history makes its own place in a static cache of another model's, too; one that forgets keys is refused."""
+    plain, ids = lively_model(engram_layer_ids=[]), random_ids(1, 4)
+    cache = StaticCache(config=plain.config, max_cache_len=8)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split(3, dim=1)]
+    assert torch.allclose(torch.cat(parts, 1), model(ids, use_cache=False).logits, atol=1e-4)
+    sliding = MistralConfig(num_hidden_layers=3, sliding_window=4)
     with pytest.raises(ValueError, match=r"config=model\.config"):
-        model(random_ids(1, 4), past_key_values=StaticCache(config=plain.config, max_cache_len=8))
-    plain(random_ids(1, 4), past_key_values=DynamicCache())
+        model(ids, past_key_values=StaticCache(config=sliding, max_cache_len=8))
+    plain(ids, past_key_values=DynamicCache())
 
 
 @torch.no_grad()
@@ -249,5 +252,4 @@ def test_training_forward_with_cache_has_no_history_gradient(model, random_ids):
     """The history is integers: it carries no graph from step to step."""
     output = model(random_ids(1, 5))
     cache = output.get("cache", output.get("past_key_values"))
-    (state,) = cache.layers[0].conv_states.values()
-    assert not state.requires_grad
+    assert not cache.layers[0].ngram_windows.requires_grad

@@ -24,7 +24,7 @@ def live_tokens(
         if attention_mask.ndim != 2 or attention_mask.shape[0] != shape[0] or length < shape[1]:
             raise ValueError(
                 f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)}: pass [batch, "
-                "length] over the cached and the new tokens."
+                "length] over the cached and the new tokens, or [batch, 1, length, length] of what each may see."
             )
         if isinstance(past_length, torch.Tensor) and length > shape[1]:
             here = torch.arange(shape[1], device=attention_mask.device) + past_length.to(attention_mask.device)
@@ -36,7 +36,8 @@ def live_tokens(
     if token_mask is not None:
         if tuple(token_mask.shape) != tuple(shape) or token_mask.dtype != torch.bool:
             raise ValueError(
-                f"`token_mask` must be bool {tuple(shape)}, got {token_mask.dtype} {tuple(token_mask.shape)}."
+                f"`token_mask` must be bool {tuple(shape)} (False at tokens that are not text), got "
+                f"{token_mask.dtype} {tuple(token_mask.shape)}: pass `token_mask.bool()` over the tokens of this call."
             )
         live = token_mask if live is None else live & token_mask
     # On CPU it is cheaper to find out that nothing is masked; elsewhere it would wait for the device.
@@ -102,3 +103,16 @@ def parents_by_visibility(
     if position_ids is not None:
         parents = parents.masked_fill(position_ids == 0, -1)
     return parents.expand(batch, -1)
+
+
+def attention_mask_as(dtype: torch.dtype, attention_mask: torch.Tensor, keeps_bool: bool) -> torch.Tensor:
+    """A mask of four dimensions as attention takes it: added in `dtype`, or bool where `keeps_bool`."""
+    if attention_mask.dtype == torch.bool:
+        if keeps_bool:
+            return attention_mask
+        hidden = torch.finfo(dtype).min
+        return torch.zeros_like(attention_mask, dtype=dtype).masked_fill_(~attention_mask, hidden)
+    if attention_mask.dtype == dtype:
+        return attention_mask
+    # Another type's lowest number is infinite in this one, and a row of infinities is not a number.
+    return attention_mask.to(dtype).clamp_min(torch.finfo(dtype).min)

@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_engram import EngramConfig
 from .decoder_layer import EngramDecoderLayer
 from .engram_memory import EngramMemory
-from .live_tokens import live_tokens, parents_by_visibility
+from .live_tokens import attention_mask_as, live_tokens, parents_by_visibility
 from .ngram_hasher import NgramHasher
 from .pretrained_model import EngramPreTrainedModel, check_input_ids
 from .row_request import RowRequest, awaited
@@ -103,7 +103,7 @@ class EngramModel(EngramPreTrainedModel):
         if isinstance(attention_mask, dict):
             # Prepared by `generate` for a static cache.
             causal_mask, padding_mask = attention_mask["full_attention"], attention_mask.get("padding")
-        elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
             padding_mask = attention_mask
         past_seen_tokens = cache.get_seq_length() if cache is not None else 0
         shape = inputs_embeds.shape[:2]
@@ -111,6 +111,8 @@ class EngramModel(EngramPreTrainedModel):
         parents = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
             parents = parents_by_visibility(attention_mask, shape, past_seen_tokens, position_ids)
+            is_eager = self.config._attn_implementation == "eager"
+            attention_mask = attention_mask_as(inputs_embeds.dtype, attention_mask, keeps_bool=not is_eager)
         is_hashed_alike = token_mask is None and parents is None
         embeddings = self._fetch(
             input_ids, inputs_embeds, hash_ids, live, position_ids, parents, cache, is_hashed_alike

@@ -1,17 +1,22 @@
 """Configuration of the Engram language model."""
 
+import difflib
 import os
+import re
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..tokenization.ngram_hashing import build_layout
+from ..tokenization.ngram_hashing import build_layout, check_layout
 from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
 
 
 PLACEMENTS = ("device", "cpu", "disk")
 SMALLEST_EPS = 2.0**-126  # of fp32, where no bit is lost
+LARGEST_VOCABULARY = 2**31  # ids are int32 in the token map
 SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -24,6 +29,17 @@ SIZE_FIELDS = (
     "hc_mult",
     "hc_sinkhorn_iters",
 )
+BOOL_FIELDS = (
+    "use_cache",
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_output_bias",
+    "use_qk_norm",
+    "mlp_bias",
+)
+TEXT_FIELDS = ("backbone_model_type", "backbone_name", "backbone_license")
+OWN_PREFIXES = ("engram_", "hc_")
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def placement_of_each(placement: str | list[str], n_layers: int) -> list[str]:
@@ -148,11 +164,13 @@ class EngramConfig(PreTrainedConfig):
     backbone_license: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_unknown(kwargs)
+        self._check_types()
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"):
             self._check_int(name, minimum=1)
-        if self.hidden_act not in ACT2FN:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {sorted(ACT2FN)}, got {self.hidden_act!r}.")
-        if isinstance(self.pad_token_id, int) and not 0 <= self.pad_token_id < self.vocab_size:
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(
                 f"`pad_token_id` ({self.pad_token_id}) must be a token id in [0, {self.vocab_size}), or None: raise "
                 "`vocab_size`, or name another token."
@@ -185,11 +203,8 @@ class EngramConfig(PreTrainedConfig):
         elif isinstance(self.engram_num_embeddings, tuple):
             self.engram_num_embeddings = list(self.engram_num_embeddings)
         self.validate()
-        if layer_types is not None and list(layer_types) != self.layer_types:
-            raise ValueError(
-                f"`layer_types` is {self.layer_types}, got {list(layer_types)}: leave it out. Other kinds of layer "
-                "(sliding windows, ...) are not supported."
-            )
+        if layer_types is not None:
+            self.layer_types = layer_types
         if getattr(self, "auto_map", None) is None:
             self.auto_map = dict(MODEL_AUTO_MAP)
 
@@ -197,6 +212,16 @@ class EngramConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """Kinds of decoder layer, which are all one. (The n-gram history makes its own place in a cache.)"""
         return ["full_attention"] * self.num_hidden_layers
+
+    @layer_types.setter
+    def layer_types(self, layer_types: list[str]) -> None:
+        # Tools that set fewer layers set this list, too; it has followed by then.
+        if not isinstance(layer_types, (list, tuple)) or list(layer_types) != self.layer_types:
+            raise ValueError(
+                f"`layer_types` follows from `num_hidden_layers` and is {self.layer_types}, got {layer_types!r}: leave "
+                "it out, or set `num_hidden_layers` first. Other kinds of layer (sliding windows, ...) are not "
+                "supported."
+            )
 
     def layout(self):
         """The [`NgramLayout`] of the Engram layers' tables (cached)."""
@@ -210,8 +235,11 @@ class EngramConfig(PreTrainedConfig):
         Raises:
             ValueError: names the field, its value and the remedy.
         """
+        self._check_types()
         for name in SIZE_FIELDS:
             self._check_int(name, minimum=1)
+        if self.vocab_size >= LARGEST_VOCABULARY:
+            raise ValueError(f"`vocab_size` must be below 2**31, as token ids are int32, got {self.vocab_size}.")
         for name in ("rms_norm_eps", "hc_eps", "initializer_range", "attention_dropout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -242,6 +270,41 @@ class EngramConfig(PreTrainedConfig):
             )
         super().validate()
 
+    @staticmethod
+    def _refuse_unknown(names: Iterable[str]) -> None:
+        known = [f.name for f in fields(EngramConfig) if f.name.startswith(OWN_PREFIXES)]
+        for name in names:
+            if name.startswith(OWN_PREFIXES):
+                nearest = ", ".join(f"`{other}`" for other in difflib.get_close_matches(name, known, 3, cutoff=0.0))
+                raise ValueError(
+                    f"EngramConfig has no field `{name}`; the nearest are {nearest}. If it is of a later release of "
+                    "hf-engram, use that, or load the model with `trust_remote_code=True`."
+                )
+
+    def _check_types(self) -> None:
+        """Of the fields whose range does not say what they are. Transformers takes them as they come: the string
+        "false" would be true."""
+        for name in BOOL_FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "attention_output_bias"):
+                raise ValueError(f"`{name}` must be true or false, got {value!r}.")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            is_list = isinstance(value, (list, tuple)) and name == "eos_token_id"
+            for token_id in value if is_list else [value]:
+                is_id = isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
+                if not is_id and (is_list or token_id is not None):
+                    kinds = "a token id, a list of them," if name == "eos_token_id" else "a token id"
+                    raise ValueError(f"`{name}` must be {kinds} or None, got {value!r}: ids are integers from 0 on.")
+        for name in TEXT_FIELDS:
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ValueError(f"`{name}` must be a string or None, got {getattr(self, name)!r}.")
+        if not isinstance(self.rope_parameters, (dict, type(None))):
+            raise ValueError(
+                "`rope_parameters` must be a dictionary such as {'rope_type': 'default', 'rope_theta': 10000.0}, or "
+                f"None, got {self.rope_parameters!r}."
+            )
+
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -262,6 +325,9 @@ class EngramConfig(PreTrainedConfig):
         for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
             self._check_int(name, minimum=1)
         self._check_int("engram_scale_block_size", minimum=1)
+        check_layout(
+            len(ids), self.engram_vocab_size, self.engram_max_ngram_size, self.engram_n_heads, self.engram_head_dim
+        )
         placement_of_each(self.engram_placement, len(ids))
         if self.engram_compressed_vocab_size > self.vocab_size:
             raise ValueError(
@@ -283,7 +349,13 @@ class EngramConfig(PreTrainedConfig):
         if (self.engram_token_map_size is None) != (self.engram_token_map_sha256 is None):
             raise ValueError(
                 f"`engram_token_map_size` ({self.engram_token_map_size}) and `engram_token_map_sha256` "
-                f"({self.engram_token_map_sha256}) belong together: pass `**tokenizer.engram_fields()`."
+                f"({self.engram_token_map_sha256!r}) belong together: pass `**tokenizer.engram_fields()`."
+            )
+        sha256 = self.engram_token_map_sha256
+        if sha256 is not None and not (isinstance(sha256, str) and SHA256.fullmatch(sha256)):
+            raise ValueError(
+                f"`engram_token_map_sha256` must be 64 hexadecimal digits, got {sha256!r}: pass "
+                "`**tokenizer.engram_fields()`."
             )
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:

@@ -25,6 +25,8 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 DEAD = -1
 # V4.1 seeds each layer's multipliers with this prime times the layer's index.
 MULTIPLIER_SEED = 10007
+# Of all layers together; their primes are found in seconds.
+MAX_COLUMNS = 2**14
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,32 @@ def is_prime(number: int) -> bool:
     return True
 
 
+def check_layout(n_layers: int, engram_vocab_size: int, max_ngram_size: int, n_heads: int, head_dim: int = 1) -> None:
+    """Refuses tables that no int64 can address, and more hash columns than can be laid out at once.
+
+    Args:
+        n_layers, engram_vocab_size, max_ngram_size, n_heads (`int`): as in [`build_layout`].
+        head_dim (`int`): width of a row; its elements are counted, at 8 bytes, if it is given.
+
+    Raises:
+        ValueError: names the fields. Raised before a prime is looked for.
+    """
+    columns = (max_ngram_size - 1) * n_heads
+    if n_layers * columns > MAX_COLUMNS:
+        raise ValueError(
+            f"`engram_max_ngram_size` ({max_ngram_size}) and `engram_n_heads` ({n_heads}) ask for "
+            f"{n_layers * columns} hash columns in {n_layers} Engram layers, more than {MAX_COLUMNS}: choose smaller "
+            "ones. (DeepSeek-V4.1 has 24 a layer.)"
+        )
+    # In int64 with room to spare, since the primes of tables of this size are less than twice as large.
+    if n_layers and 8 * head_dim * columns * engram_vocab_size >= 2**62:
+        raise ValueError(
+            f"`engram_vocab_size` ({engram_vocab_size}) rows for each of {columns} hash columns"
+            + (f", of `engram_head_dim` {head_dim}," if head_dim > 1 else "")
+            + " make tables beyond what int64 can address: choose a smaller `engram_vocab_size`."
+        )
+
+
 @lru_cache(maxsize=64)
 def build_layout(n_layers: int, engram_vocab_size: int, max_ngram_size: int, n_heads: int) -> NgramLayout:
     """Lays out the tables of `n_layers` Engram layers.
@@ -82,7 +110,11 @@ def build_layout(n_layers: int, engram_vocab_size: int, max_ngram_size: int, n_h
 
     Returns:
         `NgramLayout` (cached: treat its arrays as read-only).
+
+    Raises:
+        ValueError: as [`check_layout`].
     """
+    check_layout(n_layers, engram_vocab_size, max_ngram_size, n_heads)
     primes = []
     candidate = engram_vocab_size
     for _ in range(n_layers * (max_ngram_size - 1) * n_heads):

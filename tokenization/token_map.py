@@ -148,6 +148,11 @@ def load_token_map(path: str | os.PathLike, sha256: str) -> tuple[np.ndarray, in
             f"{path} holds another token map ({token_map.dtype}, shape {token_map.shape}, sha256 "
             f"{token_map_sha256(token_map)}) than tokenizer_config.json names (sha256 {sha256}). {remedy}"
         )
+    if token_map.size == 0 or token_map.min() < 0 or token_map.max() >= compressed_vocab_size:
+        raise ValueError(
+            f"{path} holds compressed ids outside [0, {compressed_vocab_size}), the `engram_compressed_vocab_size` "
+            f"that it names. {remedy}"
+        )
     return _frozen(token_map), compressed_vocab_size
 
 

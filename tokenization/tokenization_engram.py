@@ -17,6 +17,7 @@ from .ngram_hashing import (
     DEAD,
     build_layout,
     build_multipliers,
+    check_layout,
     check_token_ids,
     document_starts,
     encode_stream,
@@ -111,6 +112,17 @@ class EngramTokenizer(PreTrainedTokenizerFast):
         self._compressed_vocab_size = _check_int(
             "engram_compressed_vocab_size", engram_compressed_vocab_size, least=1, optional=True
         )
+        layout = (fields[f"engram_{name}"] for name in ("vocab_size", "max_ngram_size", "n_heads"))
+        check_layout(len(fields["engram_layer_ids"]), *layout)
+        if not isinstance(return_hash_ids, bool):
+            raise ValueError(f"`return_hash_ids` must be True or False, got {return_hash_ids!r}.")
+        if engram_token_map_sha256 is not None:
+            kwargs.pop("engram_token_map_size", None)  # said by the digest, too
+        if unknown := [name for name in kwargs if name.startswith("engram_")]:
+            raise ValueError(
+                f"EngramTokenizer has no arguments {unknown}; those that begin like them are "
+                f"{', '.join([*fields, 'engram_compressed_vocab_size'])}."
+            )
         # Whatever is handed up is kept in `init_kwargs` and saved, with the value of the attribute of that name.
         super().__init__(*args, **fields, return_hash_ids=return_hash_ids, **kwargs)
         for name, value in fields.items():
@@ -222,7 +234,7 @@ class EngramTokenizer(PreTrainedTokenizerFast):
             one-dimensional ids; columns ordered by n-gram size, then head.
 
         Raises:
-            TypeError: ids are not integers.
+            TypeError: ids or positions are not integers.
             ValueError: an id is not one of the tokenizer's, or shapes do not fit.
         """
         ids = _to_numpy(input_ids)
@@ -241,7 +253,10 @@ class EngramTokenizer(PreTrainedTokenizerFast):
             dead = _broadcast("attention_mask", attention_mask, rows.shape) == 0
         starts = None
         if position_ids is not None:
-            starts = document_starts(_broadcast("position_ids", position_ids, rows.shape))
+            positions = _broadcast("position_ids", position_ids, rows.shape)
+            if not np.issubdtype(positions.dtype, np.integer):
+                raise TypeError(f"`position_ids` must hold integers, got dtype {positions.dtype}.")
+            starts = document_starts(positions.astype(np.int64))
         stream = encode_stream(token_map[rows].astype(np.int64), dead, starts)
         before = np.full((len(rows), self.engram_max_ngram_size - 1), DEAD, dtype=np.int64)
         stream = np.concatenate((before, stream), axis=1)
@@ -401,8 +416,8 @@ class EngramTokenizer(PreTrainedTokenizerFast):
         token_map = build_token_map(self.backend_tokenizer, token_map_size(self.backend_tokenizer), self._token_map)
         if token_map.max() == 0:
             raise ValueError(
-                f"All {len(token_map)} tokens normalise alike, to one compressed id, so every token would read the same "
-                "table rows: it is not a tokenizer of text. Make the Engram tokenizer from one that is trained."
+                f"All {len(token_map)} tokens normalise alike, to one compressed id, so all would read the same table "
+                "rows: it is not a tokenizer of text. Make the Engram tokenizer from one that is trained."
             )
         limit = self._compressed_vocab_size
         if limit is not None and int(token_map.max()) >= limit:
@@ -462,7 +477,11 @@ def _check_layer_ids(layer_ids: Sequence[int]) -> list[int]:
 
 
 def _to_numpy(values: ArrayLike) -> np.ndarray:
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # which numpy lacks
+    else:
+        array = np.asarray(values)
     return array.astype(np.int64) if array.size == 0 else array  # an empty list has no type of its own
 
 

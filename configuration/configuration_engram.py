@@ -218,8 +218,8 @@ class EngramConfig(PreTrainedConfig):
         # Tools that set fewer layers set this list, too; it has followed by then.
         if not isinstance(layer_types, (list, tuple)) or list(layer_types) != self.layer_types:
             raise ValueError(
-                f"`layer_types` follows from `num_hidden_layers` and is {self.layer_types}, got {layer_types!r}: leave "
-                "it out, or set `num_hidden_layers` first. Other kinds of layer (sliding windows, ...) are not "
+                f"`layer_types` follows from `num_hidden_layers` and is {self.layer_types}, got {layer_types!r}: "
+                "leave it out, or set `num_hidden_layers` first. Other kinds of layer (sliding windows, ...) are not "
                 "supported."
             )
 

@@ -3,6 +3,17 @@
 import torch
 
 
+def assert_holds(holds: torch.Tensor, message: str) -> None:
+    """Raises a ValueError with `message` unless all of `holds` (bool) are true. On an accelerator, and in what is
+    compiled, it is asserted on the device (as a RuntimeError), so that nothing waits for it."""
+    if holds.is_meta:
+        return
+    if holds.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(holds.all(), message)
+    elif not holds.all():
+        raise ValueError(message)
+
+
 def live_tokens(
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
@@ -25,6 +36,12 @@ def live_tokens(
             raise ValueError(
                 f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)}: pass [batch, "
                 "length] over the cached and the new tokens, or [batch, 1, length, length] of what each may see."
+            )
+        if attention_mask.is_floating_point():
+            assert_holds(
+                attention_mask >= 0,
+                "`attention_mask` of two dimensions holds numbers below zero, as masks that are added do: pass 1 at "
+                "tokens and 0 at padding.",
             )
         if isinstance(past_length, torch.Tensor) and length > shape[1]:
             here = torch.arange(shape[1], device=attention_mask.device) + past_length.to(attention_mask.device)

@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..tokenization.ngram_hashing import DEAD, build_multipliers, encode_stream
 from ..tokenization.token_map import token_map_sha256
+from .live_tokens import assert_holds
 from .ngram_history import chain_windows, history_layer, tree_windows, trunk_length
 from .ops.ngram_hash import ngram_hash
 
@@ -317,7 +318,7 @@ class NgramHasher(nn.Module):
             "`reset`. Give `input_ids` from the start of the sequence, on a new cache or with `use_cache=False`."
         )
         if isinstance(seen, torch.Tensor) or isinstance(n_hashed, torch.Tensor):
-            self._assert(torch.as_tensor(seen == n_hashed), message.format("other", "other tokens"))
+            assert_holds(torch.as_tensor(seen == n_hashed), message.format("other", "other tokens"))
         elif seen != n_hashed:
             raise ValueError(message.format(seen, n_hashed))
         return layer
@@ -350,7 +351,7 @@ class NgramHasher(nn.Module):
             if dead is not None:
                 follows = follows | dead[:, :-1]
             holds = torch.cat((holds[:, :1].expand(len(follows), -1), holds[:, 1:] & follows), 1)
-        self._assert(
+        assert_holds(
             holds if dead is None else holds | dead,
             "`position_ids` are of tokens in the middle of a sequence, whose n-grams need the tokens before: pass the "
             "`cache` that holds them, as `generate` does. (A sequence, and each document of a packed one, begins at "
@@ -381,7 +382,7 @@ class NgramHasher(nn.Module):
             "`hash_ids` lie outside their columns' bucket ranges: they were made with another layout. Tokenise with "
             "the EngramTokenizer that the model was built for, or leave `hash_ids` out."
         )
-        self._assert(inside if live is None else inside | ~live[..., None, None], message)
+        assert_holds(inside if live is None else inside | ~live[..., None, None], message)
 
     def check_agreement(self, hash_ids: torch.Tensor, computed: torch.Tensor, live: torch.Tensor | None) -> None:
         """Checks that the tokenizer hashes as the model does, where `live` (bool `[B, L]`; None for everywhere).
@@ -396,13 +397,4 @@ class NgramHasher(nn.Module):
             "right."
         )
         agree = hash_ids == computed
-        self._assert(agree if live is None else agree | ~live[..., None, None], message)
-
-    @staticmethod
-    def _assert(holds: torch.Tensor, message: str) -> None:
-        if holds.is_meta:
-            return
-        if holds.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(holds.all(), message)
-        elif not holds.all():
-            raise ValueError(message)
+        assert_holds(agree if live is None else agree | ~live[..., None, None], message)

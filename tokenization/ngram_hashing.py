@@ -159,16 +159,18 @@ def check_token_ids(ids: np.ndarray | torch.Tensor, vocab_size: int, name: str =
     an accelerator, and inside `torch.compile`, it is asserted on the device, so that no step waits for the check.
 
     Raises:
-        TypeError: `ids` are not integers.
+        TypeError: `ids` are not integers, or a tensor of others than int64 and int32.
         ValueError: an id is negative or `>= vocab_size` (a RuntimeError where it is asserted on the device).
     """
     is_tensor = isinstance(ids, torch.Tensor)
     if is_tensor:
-        is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        # Embeddings take no others.
+        is_integer = ids.dtype in (torch.int64, torch.int32)
     else:
         is_integer = np.issubdtype(ids.dtype, np.integer)
     if not is_integer:
-        raise TypeError(f"`{name}` must hold integers, got dtype {ids.dtype}. Convert them with `.long()`.")
+        kind = "integers of 64 or 32 bits with a sign" if is_tensor else "integers"
+        raise TypeError(f"`{name}` must hold {kind}, got dtype {ids.dtype}. Convert them with `.long()`.")
     if is_tensor and (ids.device.type != "cpu" or torch.compiler.is_compiling()):
         if ids.device.type != "meta":
             torch._assert_async(

@@ -188,10 +188,15 @@ def test_shared_position_ids(model, random_ids):
         (torch.tensor([[3, 2**62, 4]]), (ValueError, IndexError), ["input_ids"]),
         (torch.tensor([[3.0, 4.0]]), (TypeError, ValueError), ["float32", "input_ids"]),
         (torch.tensor([[True, False]]), (TypeError, ValueError), ["bool", "input_ids"]),
+        (torch.tensor([[3, 4]], dtype=torch.uint32), TypeError, ["uint32", "input_ids", ".long()"]),
+        (torch.tensor([[3, 4]], dtype=torch.uint16), TypeError, ["uint16", "input_ids", ".long()"]),
+        (torch.tensor([[3, 4]], dtype=torch.int16), TypeError, ["int16", "input_ids", ".long()"]),
+        (torch.tensor([[3, 4]], dtype=torch.int8), TypeError, ["int8", "input_ids", ".long()"]),
+        (torch.tensor([[3, 4]], dtype=torch.uint8), TypeError, ["uint8", "input_ids", ".long()"]),
         (torch.tensor([3, 4]), ValueError, ["input_ids", "(2,)"]),
         (torch.tensor([[[3, 4]]]), ValueError, ["input_ids", "(1, 1, 2)"]),
     ],
-    ids=["negative", "too_large", "least", "huge", "float", "bool", "one_axis", "three_axes"],
+    ids="negative too_large least huge float bool uint32 uint16 int16 int8 uint8 one_axis three_axes".split(),
 )
 def test_bad_ids_raise(model, bad, error, words, forward):
     """Ids that are no ids raise an error that says what is wrong, from the hasher and from forward."""

@@ -108,6 +108,136 @@ def test_hash_ids_padded_by_a_collator(model, random_ids):
     assert close(logits(model, inputs_embeds=embeds, attention_mask=mask, hash_ids=hash_ids), expected)
     with pytest.raises(ValueError, match="bucket ranges"):
         model(ids, hash_ids=hash_ids)
+    # What a collator for labels pads with is no row at all.
+    for masked in (-100, 2**40):
+        hash_ids[0, :2] = masked
+        assert torch.equal(logits(model, ids, attention_mask=mask, hash_ids=hash_ids), expected)
+        assert close(logits(model, inputs_embeds=embeds, attention_mask=mask, hash_ids=hash_ids), expected)
+        token_mask = mask.bool()
+        assert close(
+            logits(model, inputs_embeds=embeds, token_mask=token_mask, hash_ids=hash_ids),
+            logits(model, ids, token_mask=token_mask),
+        )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32], ids=str
+)
+def test_masks_of_every_type(model, random_ids, dtype):
+    """A padding mask means the same in every type; `token_mask` is bool, and says so."""
+    ids, mask = random_ids(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    expected = logits(model, ids, attention_mask=mask)
+    assert torch.equal(logits(model, ids, attention_mask=mask.to(dtype)), expected)
+    new = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(ids, attention_mask=mask.to(dtype), max_new_tokens=3, do_sample=False), new)
+    if dtype == torch.bool:
+        assert close(logits(model, ids, token_mask=mask.bool())[1], expected[1])
+    else:
+        with pytest.raises(ValueError, match=r"`token_mask` must be bool .* pass `token_mask.bool\(\)`"):
+            model(ids, token_mask=mask.to(dtype))
+
+
+def test_a_padding_mask_that_is_added(model, random_ids):
+    """A padding mask of zeros and infinities means the opposite, and is refused."""
+    with pytest.raises(ValueError, match="`attention_mask`.*1 at tokens"):
+        model(random_ids(1, 2), attention_mask=torch.tensor([[float("-inf"), 0.0]]))
+
+
+class TestMiddleOfASequence:
+    """Tokens whose positions tell of others before them need the history of those."""
+
+    @pytest.mark.parametrize(
+        ("positions", "mask", "message"),
+        [
+            ([[4]], None, "middle of a sequence"),
+            ([[1, 2, 3]], None, "middle of a sequence"),
+            ([[0, 1, 7]], None, "middle of a sequence"),
+            ([[0, 1, 2, 5, 6]], None, "middle of a sequence"),
+            ([[0, 1, 1]], None, "middle of a sequence"),
+            ([[1, 1, 9]], [[0, 0, 1]], "middle of a sequence"),
+            ([[[0, 1]], [[0, 1]], [[0, 1]]], None, r"`position_ids` must be \[batch, length\]"),
+            ([[0, 1, 2, 3]], [[1, 1]], "`position_ids` must be|`attention_mask`"),
+        ],
+        ids=str,
+    )
+    def test_refused(self, model, random_ids, positions, mask, message):
+        positions = torch.tensor(positions)
+        ids = random_ids(1, positions.shape[-1] if mask is None else len(mask[0]))
+        mask = None if mask is None else torch.tensor(mask)
+        for use_cache in (False, True):
+            with pytest.raises(ValueError, match=message):
+                model(ids, attention_mask=mask, position_ids=positions, use_cache=use_cache)
+
+    @pytest.mark.parametrize(
+        ("positions", "mask"),
+        [
+            ([[0, 1, 2, 0, 1, 0]], None),
+            ([[0, 0, 0, 0, 0, 0]], None),
+            ([[1, 1, 1, 0, 1, 2]], [[0, 0, 0, 1, 1, 1]]),
+            ([[0, 0, 0, 0, 1, 2]], [[0, 0, 0, 1, 1, 1]]),
+            ([[-1, -1, -1, 0, 1, 2]], [[0, 0, 0, 1, 1, 1]]),
+            ([[0, 1, 2, 3, 4, 5]], [[0, 0, 0, 1, 1, 1]]),
+            ([[0, 1, 2, 1, 1, 1]], [[1, 1, 1, 0, 0, 0]]),
+            ([[0, 1, 1, 1, 2, 3]], [[1, 1, 0, 0, 1, 1]]),
+            ([[0, 1, 2, 3, 4, 5]], [[1, 1, 0, 0, 1, 1]]),
+        ],
+        ids=str,
+    )
+    def test_not_refused(self, model, random_ids, positions, mask):
+        """Packed documents, and whatever positions padding has; for the rows of a batch, or all at once."""
+        ids, positions = random_ids(2, 6), torch.tensor(positions)
+        mask = None if mask is None else torch.tensor(mask).expand(2, -1)
+        shared = logits(model, ids, attention_mask=mask, position_ids=positions)
+        assert torch.equal(shared, logits(model, ids, attention_mask=mask, position_ids=positions.expand(2, -1)))
+
+    def test_an_engine_that_keeps_keys_and_values_itself(self, model, random_ids):
+        """Sequences behind each other in one row, as vLLM hands them over: prompts are right, later tokens refused."""
+        ids = random_ids(1, 7)
+        arguments = {"use_cache": False, "return_dict": True, "attention_instances": {}}
+        prompts = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+        apart = torch.cat([model.compute_hash_ids(ids[:, :3]), model.compute_hash_ids(ids[:, 3:])], 1)
+        assert torch.equal(model.compute_hash_ids(ids, position_ids=prompts), apart)
+        model(ids, position_ids=prompts, **arguments)
+        for steps in ([[3, 4]], [[0, 1, 2, 4]], [[4, 0, 1, 2]], [[512, 513, 514]]):
+            with pytest.raises(ValueError, match="vLLM"):
+                model(ids[:, : len(steps[0])], position_ids=torch.tensor(steps), **arguments)
+
+    @pytest.mark.parametrize("static", [False, True])
+    def test_a_new_cache_at_every_step(self, model, random_ids, static):
+        ids = random_ids(1, 6)
+        sizes = {"max_cache_len": 16} if static else {}
+        cache = (StaticCache if static else DynamicCache)(config=model.config, **sizes)
+        logits(model, ids[:, :3], past_key_values=cache, position_ids=torch.arange(3)[None])
+        with pytest.raises(ValueError, match="middle of a sequence"):
+            model(ids[:, 3:4], past_key_values=cache, position_ids=torch.tensor([[5]]))
+        continued = logits(model, ids[:, 3:], past_key_values=cache, position_ids=torch.arange(3, 6)[None])
+        assert close(continued, logits(model, ids)[:, 3:])
+        with pytest.raises(ValueError, match="middle of a sequence"):
+            fresh = (StaticCache if static else DynamicCache)(config=model.config, **sizes)
+            model(ids[:, 3:4], past_key_values=fresh, position_ids=torch.tensor([[3]]))
+
+    def test_keys_that_others_put_in_or_took_out(self, model, random_ids):
+        """Keys and values without their history are refused, in caches that grow and that do not."""
+        ids = random_ids(1, 6)
+        grown, static = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=8)
+        for cache in (grown, static):
+            logits(model, ids[:, :4], past_key_values=cache)
+        for layer in grown.layers:
+            layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+        for layer in static.layers:
+            layer.cumulative_length.sub_(1)
+        for cache in (grown, static):
+            with pytest.raises(ValueError, match="by other means"):
+                model(ids[:, 4:], past_key_values=cache)
+
+    def test_given_hash_ids(self, model, random_ids):
+        """Whoever hands over embeddings and their rows says what the n-grams are."""
+        ids = random_ids(1, 6)
+        embeds, hash_ids = model.get_input_embeddings()(ids), model.compute_hash_ids(ids)
+        part = logits(
+            model, inputs_embeds=embeds[:, 3:], hash_ids=hash_ids[:, 3:], position_ids=torch.tensor([[3, 4, 5]])
+        )
+        assert part.shape == (1, 3, 96)
 
 
 def test_tokens_added_after_binding(tiny_model):

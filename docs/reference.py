@@ -103,9 +103,9 @@ PAGES = [
                 "unfreeze_tables",
                 "save_table_delta",
                 "load_table_delta",
-                "TableDelta",
                 "engram_tables",
-            ]
+            ],
+            "modeling_engram/table_delta.py": ["TableDelta"],
         },
     ),
     Page(

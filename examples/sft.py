@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from hf_engram import EngramForCausalLM
-from hf_engram.adapters import LORA_TARGETS, load_table_delta, save_table_delta, unfreeze_tables
+from hf_engram.adapters import LORA_TARGETS, TableDelta, unfreeze_tables
 from hf_engram.optim import trainer_optimizer
 
 
@@ -66,12 +66,10 @@ trainer = SFTTrainer(
     peft_config=LoraConfig(r=options.rank, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"),
     optimizer_cls_and_kwargs=trainer_optimizer(arguments),
 )
-unfreeze_tables(trainer.model)  # PEFT has frozen them
+unfreeze_tables(trainer.model)  # PEFT has frozen them; the rows that change are part of the adapter
 trainer.train()
 trainer.save_model(options.output)
-delta = save_table_delta(trainer.model, options.folder, options.output)
-print(f"changed table rows: {sum(len(rows) for rows in delta.rows)}")
+print(f"changed table rows: {sum(len(rows) for rows in TableDelta.load(options.output).rows)}")
 
 # How anyone uses the result.
 model = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained(options.folder), options.output)
-load_table_delta(model, options.output)

@@ -4,11 +4,12 @@ import torch
 from torch import nn
 
 from ..configuration.configuration_engram import placement_of_each
+from .adapter_rows import AdapterRows
 from .engram_table import EngramTable
 from .row_request import DiskRequest, Prefetched, RowRequest, awaited
 
 
-class EngramMemory(nn.Module):
+class EngramMemory(AdapterRows):
     """The tables of all Engram layers.
 
     They hang on the model, not on its decoder layers, so that whatever places, streams or offloads decoder layers
@@ -47,7 +48,11 @@ class EngramMemory(nn.Module):
                 table.sparse = value
 
     def forward(
-        self, hash_ids: torch.Tensor, dtype: torch.dtype | None = None, wait: bool = True
+        self,
+        hash_ids: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        wait: bool = True,
+        adapter_names: list[str] | None = None,
     ) -> list[torch.Tensor | RowRequest]:
         """Fetches the rows of every Engram layer.
 
@@ -56,20 +61,25 @@ class EngramMemory(nn.Module):
             dtype: that rows of quantised tables, and of tables away from the model, are wanted in; None for the
                 table's own, or fp32 for quantised ones. Rows of float tables beside the model have the table's.
             wait: False gives a request for rows that are on their way, see `awaited`.
+            adapter_names: PEFT's, of a batch with several adapters.
 
         Returns:
             list of `[B, L, C * engram_head_dim]`, one per Engram layer, on the device of `hash_ids`.
 
         Raises:
-            IndexError: an id beyond the last row. ValueError: a table that was not loaded.
+            IndexError: an id beyond the last row. ValueError: a table that was not loaded; or adapters in one batch
+                that have table rows.
             RuntimeError: a file that was truncated, replaced or removed since it was opened.
         """
+        self.check_adapter_names(adapter_names)
+        if self.adapter_in_place is not None:
+            self._watch()
         for index, table in enumerate(self.tables):
             # PEFT's copy of a whole table, for `modules_to_save`, passes the table's attributes on.
             if not hasattr(table, "placement"):
                 raise TypeError(
                     f"`tables.{index}` is a {type(table).__name__}: adapters on a table have no effect. Leave tables "
-                    "out of `target_modules`, and train them whole (`modules_to_save=['engram_memory']`)."
+                    "out of `target_modules`, and train their rows (`unfreeze_tables(model)`)."
                 )
         rows = [None] * len(self.tables)
         if any(table.placement == "disk" for table in self.tables):
@@ -149,6 +159,8 @@ class EngramMemory(nn.Module):
                 compared, and nothing is ever lost.
         """
         values = placement_of_each(placement, len(self.tables))
+        if "disk" in values:
+            self.check_without_rows("moved to disk")
         self.prefetched.clear()
         for table, value in zip(self.tables, values, strict=True):
             table.to_placement(value, self.home.device, self.home.dtype)
@@ -166,4 +178,5 @@ class EngramMemory(nn.Module):
             ValueError: a table is on disk or quantised already, holds infinite numbers or NaN, or the block size does
                 not divide the row.
         """
+        self.check_without_rows("quantised")
         return [table.quantise(self.config.engram_scale_block_size) for table in self.tables]

@@ -152,12 +152,23 @@ def is_somebodys(path: str | os.PathLike) -> bool:
     return path.exists() and not is_generated(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def renamed(content: str, name: str) -> str:
-    """A card under the name by which the model is loaded from now on; one that was not written here as it is."""
-    if (own := _own_card(content)) is None:
-        return content
-    card, old = own
-    text = card.text.replace(f'from_pretrained("{old}"', f'from_pretrained("{name}"')
+def renamed(content: str, name: str, base: tuple[str, str] | None = None) -> str:
+    """A card under the name by which the model is loaded from now on; one that was not written here as it is.
+
+    Args:
+        content: the card.
+        name: the new name.
+        base: of an adapter, what its base was called, and the id by which others load that. It is put into any card.
+    """
+    own = _own_card(content)
+    card, old = own or (ModelCard(content, ignore_metadata_errors=True), name)
+    if base is not None:
+        card = ModelCard(card.content.replace(*base), ignore_metadata_errors=True)
+        card.data.base_model = base[1]
+    if own is None:
+        return content if base is None else card.content
+    call = re.compile(rf'from_pretrained\((model, )?"{re.escape(old)}"')
+    text = call.sub(lambda match: f'from_pretrained({match[1] or ""}"{name}"', card.text)
     text = text.replace(f"\n# {old}\n", f"\n# {name}\n", 1)
     return mark(card.data, text, name)
 

@@ -61,6 +61,8 @@ class EngramModel(EngramPreTrainedModel):
         self.engram_hasher = NgramHasher(config) if config.engram_layer_ids else None
         self.engram_memory = EngramMemory(config) if config.engram_layer_ids else None
         self.layers = nn.ModuleList([EngramDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        if self.engram_memory is not None:
+            self.engram_memory.readers = tuple(layer.engram for layer in self.layers if layer.engram is not None)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..configuration.configuration_engram import EngramConfig
 from ..tokenization.ngram_hashing import check_token_ids
 from ..tokenization.token_map import check_tokenizer_size
+from .adapter_mixin import EngramAdapterMixin
 from .decoder_layer import EngramAttention, EngramDecoderLayer
 from .engram_layer import EngramLayer
 from .engram_table import EngramTable
@@ -19,10 +20,9 @@ from .hyper_connection import HyperConnection
 from .live_tokens import live_tokens
 from .model_card import write_model_card
 from .ngram_hasher import NgramHasher
-from .placement_mixin import EngramPlacementMixin
 
 
-class EngramPreTrainedModel(EngramPlacementMixin, PreTrainedModel):
+class EngramPreTrainedModel(EngramAdapterMixin, PreTrainedModel):
     """What all Engram models share: initialisation, loading, and the way from token ids to hash ids."""
 
     config: EngramConfig

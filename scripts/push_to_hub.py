@@ -3,11 +3,14 @@
     python scripts/push_to_hub.py my-engram someone/my-engram --dry-run     # what would be uploaded; contacts nobody
     python scripts/push_to_hub.py my-engram someone/my-engram --private
     python scripts/push_to_hub.py runs/first/checkpoint-1000 someone/my-engram --revision step-1000
+    python scripts/push_to_hub.py my-adapter someone/my-adapter --base someone/my-engram
 
-First the folder is loaded by its own code, in a process that has Transformers alone: its logits must be those of this
-package to the bit, and it must generate. Then its files are uploaded: all but training state, temporary and hidden
-ones. The model card gets the Hub id for a name, unless somebody wrote it; a card that somebody wrote on the Hub stays.
-An interrupted upload goes on when the same command is run again. Log in first: `hf auth login`, or HF_TOKEN.
+First the folder is loaded by its own code (an adapter by that of its base), in a process that has Transformers and
+PEFT alone: its logits must be those of this package to the bit, and it must generate. An adapter comes with the table
+rows that it has trained, and names its base by its Hub id. Then its files are uploaded: all but training state,
+temporary and hidden ones. The card gets the Hub id for a name, unless somebody wrote it; one that somebody wrote
+on the Hub stays. An interrupted upload goes on when the same command is run again. Log in first: `hf auth login`, or
+HF_TOKEN.
 """
 
 import argparse
@@ -25,9 +28,11 @@ import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from transformers import AutoConfig
 from transformers.utils import logging
 
 import hf_engram  # noqa: F401 - registers the architecture with the Auto classes
+from hf_engram.adapters import hub_id
 from hf_engram.modeling_engram.model_card import CARD_FILE, KINDS, is_generated, renamed, size, write_card
 
 
@@ -37,22 +42,33 @@ TRAINING_STATE = ("optimizer*.pt", "optimizer*.bin", "scheduler*.pt", "scheduler
                   "latest", "zero_to_fp32.py", "optimizer_*", "pytorch_model_fsdp*", "training_state", "runs",
                   "logs")  # fmt: skip
 TEMPORARY = ("*.tmp", "*.old", "*.lock", "*.incomplete", "*~", "__pycache__")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What a checkpoint consists of: one of another layout must not stay on the Hub beside the new one, or it is loaded.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
-def answer(folder: str, auto_class: str, trust_remote_code: bool) -> dict:
-    """What a model makes of a text. Runs here and, by its source, in the process without the package."""
+def answer(folder: str, auto_class: str, base: str | None, trust_remote_code: bool) -> dict:
+    """What a model (or an adapter on its base) makes of a text. Runs here and, by its source, in the process without
+    the package."""
+    import os
+
     import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    has_tokenizer = os.path.exists(os.path.join(folder, "tokenizer_config.json"))
+    source = folder if has_tokenizer else base
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     model = getattr(transformers, auto_class).from_pretrained(
-        folder,
+        base or folder,
         trust_remote_code=trust_remote_code,
-        engram_placement="disk",  # so that a table is not read whole, however large
+        # So that a table is not read whole, however large. An adapter has rows for tables in memory.
+        engram_placement="disk" if base is None else "device",
     )
+    if base is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, folder)
     inputs = tokenizer("The quick brown fox jumps over the lazy dog.", return_tensors="pt")
     with torch.no_grad():
         outputs = model.eval()(**inputs)
@@ -71,7 +87,8 @@ import torch
 
 request = json.load(sys.stdin)
 torch.set_num_threads(request["threads"])
-torch.save(answer(request["folder"], request["auto_class"], trust_remote_code=True), request["output"])
+found = answer(request["folder"], request["auto_class"], request["base"], trust_remote_code=True)
+torch.save(found, request["output"])
 """
 
 
@@ -110,11 +127,6 @@ def auto_class_of(folder: Path, files: list[Path]) -> str:
         ValueError: the folder is not that of an Engram model, or lacks something; says what, and what to do.
     """
     names = {name.as_posix() for name in files}
-    if "adapter_config.json" in names:
-        raise ValueError(
-            f"{folder} is an adapter, which does not load by itself: merge it into its base and save that (its "
-            "README.md says how), or upload the adapter alone with PEFT's `model.push_to_hub`."
-        )
     if "config.json" not in names:
         checkpoints = sorted(folder.glob("checkpoint-*[0-9]"), key=lambda path: path.stat().st_mtime)
         remedy = f"name one of its checkpoints, such as {checkpoints[-1]}" if checkpoints else "save a model there"
@@ -146,26 +158,65 @@ def auto_class_of(folder: Path, files: list[Path]) -> str:
     return KINDS[kind][1]
 
 
-def stage(folder: Path, files: list[Path], target: Path, repo_id: str) -> None:
-    """Links the files into a folder of their own, the card under the name that the model will have."""
+def base_of(folder: Path, files: list[Path], given: str | None) -> tuple[str, str] | None:
+    """Of an adapter, what its base is loaded by here, and its id on the Hub; None for a model.
+
+    Raises:
+        ValueError: the base has no id on the Hub, as far as is known; or --base is given for a model.
+    """
+    names = {name.as_posix() for name in files}
+    if ADAPTER_CONFIG not in names:
+        if given:
+            raise ValueError(f"--base is for adapters, but {folder} has no {ADAPTER_CONFIG}.")
+        return None
+    if ADAPTER_WEIGHTS not in names:
+        raise ValueError(f"{folder} lacks {ADAPTER_WEIGHTS}: save the adapter there again, as a safetensors file.")
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{folder}/{ADAPTER_CONFIG} names no base: set `base_model_name_or_path` there.")
+    known = given or hub_id(base)
+    if os.path.exists(known) or os.path.isabs(known):
+        raise ValueError(
+            f"{folder} is an adapter for {base}, a folder that nobody else has: upload that first, and say with "
+            "--base OWNER/NAME where it is."
+        )
+    return base, known
+
+
+def auto_class_of_base(base: str) -> str:
+    kind = (AutoConfig.from_pretrained(base).architectures or [None])[0]
+    if kind not in KINDS:
+        raise ValueError(f"the base {base} is a {kind}, not an Engram model: upload the adapter with `hf upload`.")
+    return KINDS[kind][1]
+
+
+def stage(folder: Path, files: list[Path], target: Path, repo_id: str, base: tuple[str, str] | None) -> None:
+    """Links the files into a folder of their own, the card under the name that the model will have; an adapter's base
+    (its name here, and its id) is called by its id."""
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).symlink_to((folder / name).resolve())
-    card = target / CARD_FILE
+    card, config = target / CARD_FILE, target / ADAPTER_CONFIG
     if card.exists():
         content = card.read_text(encoding="utf-8", errors="replace")
-        if (own := renamed(content, repo_id)) != content:
+        if (own := renamed(content, repo_id, base)) != content:
             write_card(card, own)
+    if base is not None:
+        content = read_json(config) | {"base_model_name_or_path": base[1]}
+        config.unlink()
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def check(folder: Path, auto_class: str, temporary: Path) -> None:
-    """Loads and runs the folder without this package and with it.
+def check(folder: Path, auto_class: str, base: str | None, temporary: Path) -> None:
+    """Loads and runs the folder, of an adapter on its base, with this package and without it.
 
     Raises:
         ValueError: it does not load, cannot be run, or computes something else without the package.
     """
+    # First: a base that is on the Hub is in the cache then.
+    ours = answer(str(folder), auto_class, base, trust_remote_code=False)
     output = temporary / "answer.pt"
-    request = {"folder": str(folder), "auto_class": auto_class, "output": str(output)}
+    request = {"folder": str(folder), "auto_class": auto_class, "base": base, "output": str(output)}
     request["threads"] = torch.get_num_threads()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(temporary / "modules")}
     child = subprocess.run(
@@ -179,7 +230,7 @@ def check(folder: Path, auto_class: str, temporary: Path) -> None:
     if child.returncode:
         reason = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         raise ValueError(f"the folder cannot be used without this package: {reason}")
-    theirs, ours = torch.load(output), answer(str(folder), auto_class, trust_remote_code=False)
+    theirs = torch.load(output)
     for name in ours.keys() | theirs.keys():
         if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name]):
             raise ValueError(
@@ -191,7 +242,7 @@ def check(folder: Path, auto_class: str, temporary: Path) -> None:
 # --- the Hub ---------------------------------------------------------------------------------------------------------
 
 
-def upload(api: HfApi, args: argparse.Namespace, folder: Path, temporary: Path) -> str:
+def upload(api: HfApi, args: argparse.Namespace, folder: Path, temporary: Path, base: tuple[str, str] | None) -> str:
     """Uploads a folder; returns the address of the commit.
 
     Raises:
@@ -205,6 +256,11 @@ def upload(api: HfApi, args: argparse.Namespace, folder: Path, temporary: Path) 
     if args.private and not is_private:
         raise ValueError(f"--private: {args.repo_id} exists and is public. Change that in its settings on the Hub, or "
                          "name another.")  # fmt: skip
+    if base is not None:
+        try:
+            api.repo_info(base[1])
+        except RepositoryNotFoundError as error:
+            raise ValueError(f"the base {base[1]} is not on the Hub, or not for you: upload it first.") from error
     if args.revision:
         api.create_branch(args.repo_id, branch=args.revision, exist_ok=True)
     info = api.repo_info(args.repo_id, revision=args.revision)
@@ -245,9 +301,11 @@ def parse_args() -> argparse.Namespace:
         return text
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="a model with its tokenizer, as `save_pretrained` writes them. Its "
-                        "own code is run")  # fmt: skip
+    parser.add_argument("folder", type=Path, help="a model with its tokenizer, or an adapter, as `save_pretrained` "
+                        "writes them. Its own code is run")  # fmt: skip
     parser.add_argument("repo_id", type=repo_id, help="owner/name on the Hub; made if it is not there")
+    parser.add_argument("--base", type=repo_id, metavar="OWNER/NAME", help="of an adapter, where its base is on the "
+                        "Hub; not needed if it was loaded from there")  # fmt: skip
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--revision", type=branch, help="branch to upload to, made if it is not there; default: main")
     parser.add_argument(
@@ -264,7 +322,8 @@ def main() -> None:
     logging.disable_progress_bar()
     files, left_out = files_of(args.folder)
     try:
-        auto_class = auto_class_of(args.folder, files)
+        base = base_of(args.folder, files, args.base)
+        auto_class = auto_class_of(args.folder, files) if base is None else auto_class_of_base(base[0])
         if not args.dry_run and get_token() is None:
             raise ValueError("not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write.")
     except (OSError, ValueError) as error:
@@ -276,8 +335,8 @@ def main() -> None:
         staged.mkdir()
         print(f"checking {args.folder} ...", flush=True)
         try:
-            stage(args.folder, files, staged, args.repo_id)
-            check(staged, auto_class, temporary)
+            stage(args.folder, files, staged, args.repo_id, base)
+            check(staged, auto_class, base and base[0], temporary)
         # Whatever its files make of it: nothing was sent yet.
         except Exception as error:
             raise SystemExit(f"error: {args.folder} was not uploaded: {error}") from error
@@ -291,7 +350,7 @@ def main() -> None:
         if args.dry_run:
             return
         try:
-            address = upload(HfApi(), args, staged, temporary)
+            address = upload(HfApi(), args, staged, temporary, base)
         # The last is hf_xet's.
         except (HTTPError, OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__

@@ -37,10 +37,10 @@ from hf_engram import EngramConfig, EngramForCausalLM, EngramTokenizer
 from hf_engram.adapters import (
     LORA_TARGETS,
     TABLE_DELTA_FILE,
+    hub_id,
     load_table_delta,
-    save_table_delta,
     unfreeze_tables,
-    write_adapter_card,  # fmt: skip
+    write_adapter_card,
 )
 from hf_engram.convert import convert_backbone
 from hf_engram.modeling_engram.model_card import write_model_card
@@ -164,12 +164,12 @@ def add_adapter(args: argparse.Namespace, accelerator: Accelerator, model, token
             with written_whole(args.output / "base") as folder:
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-    model.name_or_path = state["base"]  # PEFT saves it with the adapter
+    model.name_or_path = hub_id(state["base"])  # PEFT saves it with the adapter
     return get_peft_model(model, config)
 
 
 def load_checkpoint(args: argparse.Namespace, checkpoint: Path, state: dict):
-    """The model as it was: in full, or its base with the adapter and the table rows that changed."""
+    """The model as it was: in full, or its base with the adapter."""
     own_base = args.output.resolve() / "base"
     if state["base"] and Path(state["base"]).is_absolute() and not Path(state["base"]).exists() and own_base.exists():
         state["base"] = str(own_base)  # the output was moved since
@@ -178,8 +178,8 @@ def load_checkpoint(args: argparse.Namespace, checkpoint: Path, state: dict):
     model = EngramForCausalLM.from_pretrained(source, dtype=torch.float32, engram_placement="device")
     if args.lora:
         model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
-        model.active_peft_config.base_model_name_or_path = source
-        if (checkpoint / TABLE_DELTA_FILE).exists():
+        model.active_peft_config.base_model_name_or_path = hub_id(source)
+        if (checkpoint / TABLE_DELTA_FILE).exists():  # of a run that an older version began
             load_table_delta(model, checkpoint)
     return model, AutoTokenizer.from_pretrained(checkpoint)
 
@@ -211,8 +211,7 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 
 
 def write_card(args: argparse.Namespace, model, folder: Path, name: str, state: dict) -> None:
-    """The model card, under the checkpoint's name, which the folder does not have yet, with what the run recorded; an
-    adapter's says how to load the table rows that changed."""
+    """The model card, under the checkpoint's name, which the folder does not have yet, with what the run recorded."""
     record = run_record(args.output, state["step"])
     if args.lora:
         write_adapter_card(folder, name, state["base"], record)
@@ -222,8 +221,8 @@ def write_card(args: argparse.Namespace, model, folder: Path, name: str, state: 
 
 
 def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, tokenizer, optimizer, state) -> None:
-    """Writes output/checkpoint-<step>, a Hub folder (the model, or the adapter and the table rows that changed), and
-    the state to resume from; then deletes all but the newest --keep."""
+    """Writes output/checkpoint-<step>, a Hub folder (the model, or the adapter), and the state to resume from; then
+    deletes all but the newest --keep."""
     checkpoint = args.output / f"checkpoint-{state['step']}"
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     generators, failure = gather_object([[torch.get_rng_state(), *devices]]), None
@@ -233,8 +232,6 @@ def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, t
             save_state(checkpoint, {**state, "generators": generators, "optimizer": optimizer.state_dict()})
             with written_whole(checkpoint) as folder:
                 model.save_pretrained(folder)
-                if args.lora and args.tables == "train" and model.config.engram_layer_ids:
-                    save_table_delta(model, state["base"], folder)
                 tokenizer.save_pretrained(folder)
                 write_card(args, model, folder, checkpoint.name, state)
             tidy(args.output, args.keep)

@@ -92,31 +92,35 @@ def test_what_is_trained(lively_model, random_ids, full, tables):
         assert any(kind in name for name in before) == (module in full)
 
 
-def test_tables_in_full(lively_model, random_ids, tmp_path):
-    """PEFT's own way: the whole table in the adapter. The delta refuses to be used beside it."""
-    model = adapted(lively_model(), modules_to_save=["tables.0", "tables.1"])
+@pytest.mark.parametrize("name", ["engram_memory", "tables.0"])
+def test_tables_in_modules_to_save(lively_model, random_ids, tmp_path, name):
+    """PEFT would copy whole tables; what comes into the adapter are the rows that changed."""
+    model = adapted(lively_model(), modules_to_save=[name])
+    assert all(table.requires_grad for table in engram_tables(model))
     ids = random_ids(2, 8)
     losses = train(model, ids)
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert sum("tables" in name for name in saved) == 2
+    for index, table in enumerate(engram_tables(model)):
+        rows = saved[f"base_model.model.model.engram_memory.tables.{index}.rows"]
+        assert 0 < len(rows) < len(table)
     loaded = PeftModel.from_pretrained(lively_model(), tmp_path)
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
-    for call in (engram_tables, unfreeze_tables):
-        with pytest.raises(ValueError, match=r"tables are part of the PEFT adapter .*: leave `tables`"):
-            call(model)
 
 
 @pytest.mark.parametrize("full", [None, ["engram", *STREAM]], ids=["lora", "full"])
 def test_save_and_load(lively_model, random_ids, base_folder, tmp_path, full):
-    """Adapter and delta give the trained model again, to the bit, and the delta holds just the rows of the batch."""
+    """The adapter gives the trained model again, to the bit, and holds just the rows of the batch. The delta is what
+    a comparison with the base finds."""
     model = adapted(lively_model(), modules_to_save=full)
     unfreeze_tables(model)
     ids = random_ids(2, 8)
     train(model, ids)
     model.save_pretrained(tmp_path / "adapter")
-    delta = save_table_delta(model, base_folder, tmp_path / "adapter")
+    delta = TableDelta.load(tmp_path / "adapter")
+    found = TableDelta.between(model, base_folder)
+    assert found.about == delta.about and all(map(torch.equal, found.rows, delta.rows))
     # Nothing is predicted from the last token.
     hash_ids = model.get_base_model().compute_hash_ids(ids)[:, :-1]
     for index, rows in enumerate(delta.rows):
@@ -124,11 +128,13 @@ def test_save_and_load(lively_model, random_ids, base_folder, tmp_path, full):
         assert len(rows) < len(engram_tables(model)[index])
 
     loaded = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained(base_folder), tmp_path / "adapter")
-    assert not torch.equal(logits_of(loaded, ids), logits_of(model, ids))
-    load_table_delta(loaded, tmp_path / "adapter")
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
-    names = {path.name for path in (tmp_path / "adapter").iterdir()}
-    assert TABLE_DELTA_FILE in names and not any(name.endswith(".tmp") for name in names)
+    assert not any(table.requires_grad for table in engram_tables(loaded))
+    # What was needed before rows were part of the adapter does no harm.
+    undo = load_table_delta(loaded, tmp_path / "adapter")
+    assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+    undo.apply(loaded)
+    assert all(map(torch.equal, engram_tables(loaded), engram_tables(EngramForCausalLM.from_pretrained(base_folder))))
 
 
 def test_merge(trained, base_folder, tmp_path):
@@ -143,35 +149,6 @@ def test_merge(trained, base_folder, tmp_path):
     loaded = EngramForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(logits_of(loaded, ids), logits_of(merged, ids))
     assert all(torch.equal(one, two) for one, two in zip(engram_tables(loaded), tables, strict=True))
-
-
-def test_hot_swap(lively_model, random_ids, base_folder, tmp_path):
-    """Two adapters with their tables on one model, back and forth, and the base again: each time the same bits."""
-    ids = {name: random_ids(2, 8, seed) for seed, name in enumerate(("one", "two"))}
-    expected = {}
-    for name in ids:
-        model = adapted(lively_model())
-        unfreeze_tables(model)
-        train(model, ids[name])
-        model.save_pretrained(tmp_path / name)
-        save_table_delta(model, base_folder, tmp_path / name)
-        expected[name] = logits_of(model, ids["one"])
-    base = EngramForCausalLM.from_pretrained(base_folder)
-    plain = logits_of(base, ids["one"])
-    model = PeftModel.from_pretrained(base, tmp_path / "one", adapter_name="one")
-    model.load_adapter(tmp_path / "two", adapter_name="two")
-    for name in ("one", "two", "one"):
-        model.set_adapter(name)
-        undo = load_table_delta(model, tmp_path / name)
-        assert torch.equal(logits_of(model, ids["one"]), expected[name])
-        with pytest.raises(ValueError, match="another delta is applied already"):
-            load_table_delta(model, tmp_path / "two")
-        assert torch.equal(logits_of(model, ids["one"]), expected[name])
-        undo.apply(model)
-        with pytest.raises(ValueError, match="not those that the delta was made from"):
-            undo.apply(model)
-    with model.disable_adapter():
-        assert torch.equal(logits_of(model, ids["one"]), plain)
 
 
 REMOTE = """
@@ -197,7 +174,12 @@ model.add_adapter("second", config)
 model.set_adapter("second")
 with torch.no_grad():
     assert not torch.allclose(model.eval()(input_ids=expected["ids"]).logits, expected["logits"], atol=1e-3)
+tables = model.get_base_model().engram_memory.tables
+plain = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True)
+base_tables = [part.weight for part in plain.engram_memory.tables]
+assert all(torch.equal(one.weight, two) for one, two in zip(tables, base_tables))
 model.set_adapter("first")
+assert not any(torch.equal(one.weight, two) for one, two in zip(tables, base_tables))
 again = model.merge_and_unload(adapter_names=["first"])
 with torch.no_grad():
     assert torch.allclose(again(expected["ids"]).logits, expected["logits"], atol=1e-4)
@@ -209,6 +191,7 @@ assert "hf_engram" not in sys.modules
 def test_adapter_on_remote_code(lively_model, random_ids, base_folder, tmp_path):
     """In a process without this package: loaded, changed for another, merged, saved; and the result loads here."""
     model = adapted(lively_model(), modules_to_save=STREAM)
+    unfreeze_tables(model)
     ids = random_ids(2, 8)
     train(model, ids)
     model.save_pretrained(tmp_path / "adapter")
@@ -221,20 +204,20 @@ def test_adapter_on_remote_code(lively_model, random_ids, base_folder, tmp_path)
     assert torch.allclose(logits_of(EngramForCausalLM.from_pretrained(tmp_path / "merged"), ids), logits, atol=1e-4)
 
 
-def test_delta_on_remote_code(trained, base_folder, tmp_path, remote_modules):
-    """The delta takes a model whose classes came with its folder."""
+def test_rows_on_remote_code(trained, base_folder, tmp_path, remote_modules):
+    """The rows are taken by a model whose classes came with its folder."""
     import transformers.dynamic_module_utils as dynamic
 
     model, ids = trained
     model.save_pretrained(tmp_path / "adapter")
-    save_table_delta(model, base_folder, tmp_path / "adapter")
     # What `trust_remote_code=True` does where the package is not installed.
     remote_class = dynamic.get_class_from_dynamic_module("modeling_engram.EngramForCausalLM", base_folder)
     base = remote_class.from_pretrained(base_folder)
     assert type(base) is not EngramForCausalLM
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    load_table_delta(loaded, tmp_path / "adapter")
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+    with loaded.disable_adapter():
+        assert torch.equal(logits_of(loaded, ids), logits_of(EngramForCausalLM.from_pretrained(base_folder), ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -254,7 +237,7 @@ def test_another_dtype(trained, base_folder, tmp_path, dtype):
 @pytest.mark.parametrize("kind", ["model", "sharded", "decoder"])
 def test_bases(lively_model, tmp_path, monkeypatch, kind):
     """The base as a model, in shards, and without a head; tables are compared in parts."""
-    monkeypatch.setattr("hf_engram.adapters.COMPARED_AT_ONCE", 8 * 50)
+    monkeypatch.setattr("hf_engram.modeling_engram.table_delta.COMPARED_AT_ONCE", 8 * 50)
     base, model = lively_model(), lively_model()
     rows = torch.tensor([0, 49, 50, 199])
     with torch.no_grad():
@@ -329,8 +312,48 @@ def test_damaged_files(trained, base_folder, lively_model, tmp_path):
     with pytest.raises(ValueError, match=r"holds .*more.* in place of"):
         load_table_delta(lively_model(), tmp_path)
     save_file({**tensors, "tables.0.rows": tensors["tables.0.rows"] + 10**6}, path, metadata=metadata)
+    with pytest.raises(ValueError, match=f"{TABLE_DELTA_FILE}: its rows are not those that were saved .* Download it"):
+        load_table_delta(lively_model(), tmp_path)
+    older = {name: metadata[name] for name in ("layout", "base_sha256")}
+    save_file({**tensors, "tables.0.rows": tensors["tables.0.rows"] + 10**6}, path, metadata=older)
     with pytest.raises(ValueError, match="do not fit table 0"):
         load_table_delta(lively_model(), tmp_path)
+    save_file({**tensors, "tables.0.rows": tensors["tables.0.rows"].flip(0)}, path, metadata=older)
+    with pytest.raises(ValueError, match="are not ascending row ids"):
+        load_table_delta(lively_model(), tmp_path)
+    save_file(tensors, path, metadata={**metadata, "layout": "["})
+    with pytest.raises(ValueError, match=f"{TABLE_DELTA_FILE}: what it says of its table rows is damaged"):
+        load_table_delta(lively_model(), tmp_path)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=f"{TABLE_DELTA_FILE} is damaged .*download it again"):
+        load_table_delta(lively_model(), tmp_path)
+
+
+def test_a_file_of_an_older_version(trained, base_folder, tmp_path):
+    """It says less of its base, and is loaded as before; PEFT's adapter beside it takes the rows over."""
+    model, _ = trained
+    path = save_table_delta(model, base_folder, tmp_path / "delta") and tmp_path / "delta" / TABLE_DELTA_FILE
+    with safe_open(path, framework="pt") as file:
+        metadata = {name: file.metadata()[name] for name in ("format", "layout", "base_sha256")}
+    save_file(load_file(path), path, metadata=metadata)
+    plain = EngramForCausalLM.from_pretrained(base_folder)
+    base_tables = [table.clone() for table in engram_tables(plain)]
+    undo = load_table_delta(plain, tmp_path / "delta")
+    assert all(map(torch.equal, engram_tables(plain), engram_tables(model)))
+    with pytest.raises(ValueError, match="another delta is applied already"):
+        load_table_delta(plain, tmp_path / "delta")
+    undo.apply(plain)
+    assert all(map(torch.equal, engram_tables(plain), base_tables))
+
+    adapter = adapted(EngramForCausalLM.from_pretrained(base_folder))
+    load_table_delta(adapter, tmp_path / "delta")
+    assert all(map(torch.equal, engram_tables(adapter), engram_tables(model)))
+    assert not any(table.requires_grad for table in engram_tables(adapter))
+    with adapter.disable_adapter():
+        assert all(map(torch.equal, engram_tables(adapter), base_tables))
+    adapter.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(EngramForCausalLM.from_pretrained(base_folder), tmp_path / "adapter")
+    assert all(map(torch.equal, engram_tables(again), engram_tables(model)))
 
 
 def test_models_without_tables(lively_model):

@@ -11,8 +11,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_engram.adapters import load_table_delta
-
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sft.py"
 
@@ -47,6 +45,4 @@ def test_sft_example(model_folder, tmp_path):
         found.append(model(**batch, labels=batch["input_ids"]).loss.item())
         model = PeftModel.from_pretrained(model, tmp_path / "out").eval()
         found.append(model(**batch, labels=batch["input_ids"]).loss.item())
-        load_table_delta(model, tmp_path / "out")
-        found.append(model(**batch, labels=batch["input_ids"]).loss.item())
-    assert found[2] < found[1] < found[0]
+    assert found[1] < found[0]

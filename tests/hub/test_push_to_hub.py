@@ -210,10 +210,6 @@ def lacks_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def is_an_adapter(folder: Path) -> None:
-    (folder / "config.json").rename(folder / "adapter_config.json")
-
-
 def is_an_output(folder: Path) -> None:
     (folder / "checkpoint-7").mkdir()
     (folder / "config.json").rename(folder / "checkpoint-7" / "config.json")
@@ -224,7 +220,6 @@ def is_an_output(folder: Path) -> None:
     [
         (without("config.json"), "has no config.json: save a model there"),
         (is_an_output, "has no config.json: name one of its checkpoints, such as .*checkpoint-7"),
-        (is_an_adapter, "is an adapter"),
         (without("tokenizer_config.json"), "has no tokenizer"),
         (without("modeling_engram.py"), r"lacks the code that loads it \(modeling_engram.py\)"),
         (without("model.safetensors"), r"lacks weights \(model.safetensors\)"),
@@ -232,7 +227,7 @@ def is_an_output(folder: Path) -> None:
         (changed("config.json", lambda text: text[:-5]), "config.json is not valid JSON"),
         (changed("config.json", lambda text: text.replace('"engram"', '"llama"')), "holds a llama model"),
     ],
-    ids=["config", "run's output", "adapter", "tokenizer", "code", "weights", "shard", "broken", "another model"],
+    ids=["config", "run's output", "tokenizer", "code", "weights", "shard", "broken", "another model"],
 )
 def test_incomplete_folders_are_refused(folder, push, hub, tmp_path, damage, message):
     """With what is missing, before anything is loaded or sent."""

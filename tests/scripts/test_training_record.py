@@ -36,7 +36,7 @@ def test_an_adapters_card(run, finished, tmp_path):
     card = ModelCard.load(tmp_path / "out" / "checkpoint-2" / "README.md")
     assert cell(card, "steps") == "2" and cell(card, "training loss, nats per token").endswith("at step 2")
     assert card.data.library_name == "peft" and card.data.tags == ["engram", "lora"] and card.data.base_model is None
-    assert "load_table_delta" in card.text
+    assert 'PeftModel.from_pretrained(model, "checkpoint-2")' in card.text
 
 
 def test_sources(tmp_path):

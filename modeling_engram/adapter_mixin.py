@@ -1,0 +1,69 @@
+"""What a model does about PEFT's adapters: their table rows are loaded and switched, virtual tokens are refused."""
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from .placement_mixin import EngramPlacementMixin, tensor_slices
+from .table_delta import memory_keys
+
+
+class EngramAdapterMixin(EngramPlacementMixin):
+    """Of an Engram model, before `PreTrainedModel`."""
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ):
+        """As Transformers'. Of an adapter's file (`expected_keys` are given), the table rows are loaded here: for
+        Transformers they are no parameters of the model."""
+        if expected_keys is not None and getattr(model, "engram_memory", None) is not None:
+            path = load_config.pretrained_model_name_or_path
+            if state_dict is None and all(str(file).endswith(".safetensors") for file in checkpoint_files):
+                rows = {}
+                for file_name in checkpoint_files:
+                    with safe_open(file_name, framework="pt") as file:
+                        rows |= {key: file.get_tensor(key) for key in file.keys() if is_row_key(key)}
+                if rows:
+                    state_dict = tensor_slices(checkpoint_files, set(rows))
+            else:
+                if state_dict is None:
+                    state_dict = {}
+                    for file_name in checkpoint_files:
+                        state_dict |= torch.load(file_name, map_location="cpu", weights_only=True)
+                rows = {key: tensor for key, tensor in state_dict.items() if is_row_key(key)}
+                state_dict = {key: tensor for key, tensor in state_dict.items() if key not in rows}
+            model.engram_memory.load_adapter_file(memory_keys(rows), path)
+        load = EngramPlacementMixin._load_pretrained_model
+        return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def enable_adapters(self) -> None:
+        """As Transformers', which switches off what is trained in full, table rows too, but not on again."""
+        super().enable_adapters()
+        from peft.utils import ModulesToSaveWrapper
+
+        for module in self.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.enable_adapters(enabled=True)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        # Asked for by PEFT's methods of virtual tokens when an adapter is made, and by nobody else.
+        if target == "embeddings.word_embeddings" and self.engram_memory is not None:
+            raise ValueError(
+                "PEFT's methods of virtual tokens (prompt tuning, prefix tuning, p-tuning and the like) do not work "
+                "with an Engram model: a virtual token has no id, so that the n-grams around it have none to be "
+                "looked up by. Use LoRA, with `unfreeze_tables(model)` for the memory."
+            )
+        return super().get_submodule(target)
+
+
+def is_row_key(key: str) -> bool:
+    """Of an adapter's file: what belongs to the memory, but not to a table that PEFT has copied."""
+    return ".engram_memory." in f".{key}" and "modules_to_save" not in key

@@ -1,0 +1,474 @@
+"""Rows of the tables that adapters train, as PEFT switches, saves and loads the rest of an adapter.
+
+An adapter's rows are in the tables while it is active, trained in place like any parameter; of the rows that may have
+changed, the base's values are kept aside in host memory. When the adapter is switched off, they change places. So
+there is never a second table, and the base's rows come back to the bit.
+
+PEFT knows what it should treat so by its class, `ModulesToSaveWrapper`: the memory is one where PEFT is installed, and
+`modules_to_save=["engram_memory"]` in an adapter's config says that it has rows.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .table_delta import ABOUT_KEY, BITS, TableDelta, bits, float_tables, memory_keys, reader_weights
+
+
+try:
+    from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+    from peft.utils import constants as peft_constants
+
+    PeftWrapper = ModulesToSaveWrapper if issubclass(ModulesToSaveWrapper, AuxiliaryTrainingWrapper) else nn.Module
+except ImportError:
+    PeftWrapper, peft_constants = nn.Module, None
+
+
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "wkv"]
+# Parts of the keys in an adapter's file, which PEFT would take for an adapter's name.
+RESERVED_NAMES = {"engram_memory", "tables", "rows", "weight", ABOUT_KEY}
+
+# So that PEFT finds targets by itself: ours for LoRA and what shares its list, Llama's for the others.
+if peft_constants is not None:
+    for _name, _targets in vars(peft_constants).items():
+        if _name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(_targets, dict) and "llama" in _targets:
+            _ours = LORA_TARGETS if "_LORA_" in _name else _targets["llama"]
+            _targets.setdefault("engram", _ours)
+
+
+class TouchedRows:
+    """Of one table, the rows that may have changed, with what they were before; in host memory."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.mask = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        self.parts = [(torch.empty(0, dtype=torch.int64), weight.detach()[:0].cpu())]
+
+    @torch.no_grad()
+    def add(self, weight: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Keeps the rows as they are now, those that are new; None for all rows."""
+        self.mask = self.mask.to(weight.device)
+        if rows is None:
+            new = (~self.mask).nonzero().squeeze(1)
+        else:
+            rows = rows.to(weight.device)
+            new = rows[~self.mask[rows]].unique()
+        if len(new):
+            self.mask[new] = True
+            self.parts.append((new.cpu(), weight[new].cpu()))
+
+    def sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row ids int64 `[n]`, ascending, and values `[n, dim]`."""
+        if len(self.parts) > 1:
+            rows, values = (torch.cat(part) for part in zip(*self.parts, strict=True))
+            order = rows.argsort()
+            self.parts = [(rows[order], values[order])]
+        return self.parts[0]
+
+    def cast(self, dtype: torch.dtype) -> None:
+        self.parts = [(rows, values.to(dtype)) for rows, values in self.parts]
+
+
+class AdapterRows(PeftWrapper):
+    """Base class of the memory: what PEFT asks of it.
+
+    Attributes:
+        adapter_in_place (`str`, *optional*): the adapter whose rows are in the tables.
+        readers (`tuple`): the Engram layers, by whose weights a base is known.
+    """
+
+    adapter_layer_names = ()
+    other_param_names = ()
+    # For tuners that ask whatever they unload.
+    weight = None
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.readers: tuple[nn.Module, ...] = ()
+        self.adapter_in_place: str | None = None
+        self._adapters: set[str] = set()
+        # Rows and values of each table, of adapters that are not in place.
+        self._parked: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._touched: list[TouchedRows] = []
+        # Versions of the tables after the last write that was noticed; None where the next one is to be taken as such.
+        self._versions: list[int | None] = []
+        # What PEFT has set, whether these adapters have rows or not.
+        self._set_adapters: list[str] = []
+        self._disable_adapters = False
+        self._trains = True
+        # The adapter that PEFT loads next.
+        self._loading: str | None = None
+
+    # Not PEFT's, which looks for the attributes of a wrapped module.
+    __getattr__ = nn.Module.__getattr__
+
+    # What PEFT reads.
+
+    @property
+    def modules_to_save(self) -> dict[str, str]:
+        return {name: name for name in self._adapters}
+
+    @property
+    def active_adapter(self) -> list[str]:
+        return self._set_adapters
+
+    @property
+    def active_adapters(self) -> list[str]:
+        return self._set_adapters
+
+    def _get_available_adapters(self) -> set[str]:
+        return set(self._adapters)
+
+    # Switching.
+
+    def _with_rows(self, names: str | Sequence[str]) -> list[str]:
+        """Of these adapters, the one with rows, if any.
+
+        Raises:
+            ValueError: there are several.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        found = [name for name in names if name in self._adapters]
+        if len(found) > 1:
+            raise ValueError(
+                f"Of the adapters {found} each has table rows of its own, and a table has room for one's: activate "
+                "one of them at a time, or train the others without `unfreeze_tables`."
+            )
+        return found
+
+    def update(self, adapter_name: str, **kwargs: Any) -> None:
+        """From now on the adapter has rows; those of the base, to begin with.
+
+        Raises:
+            ValueError: the tables cannot be trained, or the adapter's name could not be told from parts of keys.
+        """
+        if adapter_name in self._adapters:
+            return
+        if adapter_name.isdigit() or adapter_name in RESERVED_NAMES:
+            raise ValueError(
+                f"An adapter with table rows cannot be called {adapter_name!r}, which PEFT would cut out of the rows' "
+                "own names: choose another name."
+            )
+        tables = float_tables(self)
+        self._adapters.add(adapter_name)
+        try:
+            self._with_rows(self._set_adapters)
+        except ValueError:
+            self._adapters.discard(adapter_name)
+            raise
+        empty = torch.empty(0, dtype=torch.int64)
+        self._parked[adapter_name] = [(empty, table.detach()[:0].cpu()) for table in tables]
+        self._sync()
+
+    def check_set_adapter(self, adapter_name: str | list[str]) -> str | None:
+        found = self._with_rows(adapter_name)
+        self._set_adapters = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        return found[0] if found else None
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        self._with_rows(names)
+        # PEFT sets none where `check_set_adapter` has found none with rows.
+        if names or self._with_rows(self._set_adapters):
+            self._set_adapters = names
+        self._trains = not inference_mode
+        self._sync()
+
+    def enable_adapters(self, enabled: bool) -> None:
+        if not enabled and self.adapter_in_place is not None:
+            self._trains = any(table.requires_grad for table in float_tables(self))
+        self._disable_adapters = not enabled
+        self._sync()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        if self.adapter_in_place in ([adapter_names] if isinstance(adapter_names, str) else adapter_names):
+            self._trains = requires_grad
+            self._sync()
+
+    def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
+        remaining = [name for name in new_active_adapters or [] if name != adapter_name]
+        self._with_rows(remaining)
+        if self.adapter_in_place == adapter_name:
+            self._take_out(discard=True)
+        self._adapters.discard(adapter_name)
+        self._parked.pop(adapter_name, None)
+        self._set_adapters = remaining
+        self._sync()
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> "AdapterRows":
+        """The memory itself, with the base's rows or, merged, the adapter's; from now on they are its own."""
+        if merge and (merged := self._with_rows(adapter_names or self._set_adapters)):
+            self._put_in(merged[0])
+            if safe_merge and not all(table.isfinite().all() for table in float_tables(self)):
+                raise ValueError(f"The table rows of the adapter {merged[0]!r} hold infinite numbers or NaN.")
+            self.adapter_in_place, self._touched, self._versions = None, [], []
+        else:
+            self._take_out(discard=True)
+        had_rows = bool(self._adapters)
+        self._adapters, self._parked, self._set_adapters = set(), {}, []
+        self._disable_adapters, self._trains = False, True
+        if had_rows:
+            self.requires_grad_(False)
+        return self
+
+    def _sync(self) -> None:
+        """Has the tables hold what is to be active, and be trained if that is."""
+        wanted = [] if self._disable_adapters else self._with_rows(self._set_adapters)
+        if wanted:
+            self._put_in(wanted[0])
+        else:
+            self._take_out()
+        for table in self.tables:
+            # Not that of a copy, where PEFT has wrapped a table.
+            weight = table._parameters.get("weight")
+            if weight is not None and weight.dtype in BITS:
+                weight.requires_grad_(bool(wanted) and self._trains)
+
+    @torch.no_grad()
+    def _put_in(self, name: str) -> None:
+        if self.adapter_in_place == name:
+            return
+        tables = float_tables(self)
+        self._take_out()
+        self._touched = [TouchedRows(table) for table in tables]
+        for table, touched, (rows, values) in zip(tables, self._touched, self._parked[name], strict=True):
+            touched.add(table, rows)
+            table[rows.to(table.device)] = values.to(table.device, table.dtype)
+        self.adapter_in_place = name
+        self._versions = [None] * len(tables)
+        watch_optimizers(self)
+
+    @torch.no_grad()
+    def _take_out(self, discard: bool = False) -> None:
+        """The base's rows go back into the tables; the adapter's are kept, unless they are to be discarded."""
+        name = self.adapter_in_place
+        if name is None:
+            return
+        if not discard:
+            self._parked[name] = [tuple(part[:2]) for part in self._changed()]
+        for table, touched in zip(float_tables(self), self._touched, strict=True):
+            rows, values = touched.sorted()
+            table[rows.to(table.device)] = values.to(table.device, table.dtype)
+        self.adapter_in_place, self._touched, self._versions = None, [], []
+
+    def _changed(self, weights: Sequence[torch.Tensor] | None = None) -> list[tuple[torch.Tensor, ...]]:
+        """For each table the rows in which it (or the weight given) differs from the base: ids, values, the base's."""
+        self._check_versions()
+        found = []
+        for weight, touched in zip(weights or float_tables(self), self._touched, strict=True):
+            rows, before = touched.sorted()
+            values = weight.detach()[rows.to(weight.device)].cpu()
+            before = before.to(values.dtype)
+            differ = (bits(values) != bits(before)).any(1)
+            found.append((rows[differ], values[differ], before[differ]))
+        return found
+
+    # Which rows have changed.
+
+    def touch(self, index: int, rows: torch.Tensor | None) -> None:
+        """To be called before rows of a table are written to, other than by an optimizer of torch: keeps the base's.
+
+        Args:
+            index: the table's.
+            rows: int64 `[n]`; None for all.
+        """
+        if self.adapter_in_place is not None:
+            self._touched[index].add(float_tables(self)[index], rows)
+            self._versions[index] = None
+
+    def base_rows(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """The base's values `[n, dim]` of rows, whichever adapter is in place; on the CPU."""
+        weight = float_tables(self)[index]
+        values = weight.detach()[rows.to(weight.device)].cpu()
+        if self.adapter_in_place is not None and len(rows):
+            known, before = self._touched[index].sorted()
+            at = torch.searchsorted(known, rows).clamp(max=max(0, len(known) - 1))
+            is_known = known[at] == rows if len(known) else torch.zeros(len(rows), dtype=torch.bool)
+            values[is_known] = before[at[is_known]].to(values.dtype)
+        return values
+
+    def _watch(self) -> None:
+        """At every forward: a copy of a model is to be noticed, too, and what wraps a model may write to its tables
+        before the first."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        watch_optimizers(self)
+        for index, table in enumerate(self.tables):
+            if self._versions[index] is None:
+                self._versions[index] = table.weight._version
+
+    def _check_versions(self) -> None:
+        for index, (table, version) in enumerate(zip(self.tables, self._versions, strict=True)):
+            if version is not None and table.weight._version != version:
+                raise RuntimeError(
+                    f"Table {index} was written to since the last step of an optimizer, by something that did not "
+                    "say which rows, so that the adapter's rows are not known: call `engram_memory.touch(index, "
+                    "rows)` before such a write (`rows=None` for all)."
+                )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "AdapterRows":
+        super()._apply(fn, recurse)
+        for index, table in enumerate(self.tables if self._adapters else ()):
+            dtype = table.weight.dtype
+            for touched in self._touched[index : index + 1]:
+                touched.cast(dtype)
+            for parts in self._parked.values():
+                parts[index] = (parts[index][0], parts[index][1].to(dtype))
+        self._versions = [None] * len(self._versions)
+        return self
+
+    # In files.
+
+    def delta(self, adapter_name: str, weights: Sequence[torch.Tensor] | None = None) -> TableDelta:
+        """The rows in which an adapter differs from the base; `weights`: the tables as they were with it, if not now.
+
+        Raises:
+            RuntimeError: a table was written to by something else than an optimizer.
+        """
+        if self.adapter_in_place == adapter_name:
+            rows, values, base = zip(*self._changed(weights), strict=True)
+        else:
+            rows, values = zip(*self._parked[adapter_name], strict=True)
+            base = [self.base_rows(index, ids) for index, ids in enumerate(rows)]
+        return TableDelta.of(self.config, list(rows), list(values), list(base), reader_weights(self))
+
+    @torch.no_grad()
+    def load_rows(self, adapter_name: str, delta: TableDelta) -> None:
+        """Gives an adapter its rows.
+
+        Raises:
+            ValueError: they are of another base. Nothing was changed.
+        """
+        delta.check(self)
+        delta.check_base_rows([self.base_rows(index, rows) for index, rows in enumerate(delta.rows)])
+        self.update(adapter_name)
+        if self.adapter_in_place == adapter_name:
+            self._take_out(discard=True)
+        tables = float_tables(self)
+        self._parked[adapter_name] = [
+            (rows, values.to(table.dtype))
+            for table, rows, values in zip(tables, delta.rows, delta.values, strict=True)
+        ]
+        self._sync()
+
+    def load_adapter_file(self, tensors: dict[str, torch.Tensor], path: str) -> None:
+        """Takes the rows out of the tensors of a file, by their names inside of the memory, for the adapter that PEFT
+        has named last.
+
+        Raises:
+            ValueError: there are none, but the adapter has rows; or they are damaged, or of another base.
+        """
+        name, self._loading = self._loading, None
+        if tensors and name is not None:
+            self.load_rows(name, TableDelta.from_adapter(tensors, path))
+        elif tensors:
+            raise ValueError(f"{path} holds table rows, but for no adapter: load them with PEFT's `load_adapter`.")
+        elif name in self._adapters:
+            raise ValueError(
+                f"{path} holds no table rows, but the adapter {name!r} has some (`unfreeze_tables`, or "
+                "`modules_to_save=['engram_memory']`): it was saved by an older version, or is another adapter. Load "
+                "it into an adapter without them, and its table delta, if it has one, with `load_table_delta`."
+            )
+
+    def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if adapter_name not in self._adapters:
+            return {}
+        weights = [state_dict.get(f"tables.{i}.weight", table.weight) for i, table in enumerate(self.tables)]
+        return self.delta(adapter_name, weights).in_adapter()
+
+    def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
+        # Asked before an adapter is loaded. Its keys stay as they are, and are found by `_load_from_state_dict`.
+        self._loading = adapter_name
+        return {}
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        names = [f"{prefix}tables.{i}.weight" for i in range(len(self.tables))]
+        is_adapter = f"{prefix}{ABOUT_KEY}" in state_dict
+        if is_adapter:
+            own = [key for key in state_dict if key.startswith(prefix)]
+            self.load_adapter_file(memory_keys({key: state_dict.pop(key) for key in own}), "The adapter's file")
+        elif any(name in state_dict for name in names):
+            self._loading = None
+            self._touch_differing([state_dict.get(name) for name in names])
+        elif self._loading is not None:
+            self.load_adapter_file({}, "The adapter's file")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def _touch_differing(self, weights: list[torch.Tensor | None]) -> None:
+        """Before whole tables are loaded over those with an adapter's rows: they hold such rows, too."""
+        for index, incoming in enumerate(weights if self.adapter_in_place is not None else ()):
+            weight = self.tables[index].weight
+            if incoming is None or incoming.shape != weight.shape or incoming.dtype.itemsize < 2:
+                continue
+            step = max(1, 2**24 // weight.shape[1])
+            for start in range(0, len(weight), step):
+                part = weight[start : start + step]
+                new = incoming[start : start + step].to(part.device, part.dtype)
+                self.touch(index, (bits(part) != bits(new)).any(1).nonzero().squeeze(1) + start)
+
+    def check_without_rows(self, what: str) -> None:
+        """Raises ValueError if adapters have rows: what is done to the tables would lose the base's."""
+        if self._adapters:
+            raise ValueError(
+                f"The tables cannot be {what} while adapters have rows of them ({', '.join(sorted(self._adapters))}): "
+                "call `merge_and_unload()` or `unload()` first."
+            )
+
+    def check_adapter_names(self, adapter_names: Sequence[str] | None) -> None:
+        """Raises ValueError for a batch of several adapters, of which some have rows."""
+        if adapter_names is not None and self._adapters:
+            raise ValueError(
+                f"`adapter_names` mixes adapters in one batch, but {', '.join(sorted(self._adapters))} has table rows "
+                "of its own: run a batch for each adapter."
+            )
+
+
+WATCHED: "weakref.WeakSet[AdapterRows]" = weakref.WeakSet()
+HANDLES: list[Any] = []
+
+
+def watch_optimizers(memory: AdapterRows) -> None:
+    """From now on, every optimizer of torch says before a step which rows of the tables it will change."""
+    if not HANDLES:
+        HANDLES.append(register_optimizer_step_pre_hook(_before_step))
+        HANDLES.append(register_optimizer_step_post_hook(_after_step))
+    WATCHED.add(memory)
+
+
+def _watched_tables(optimizer: torch.optim.Optimizer) -> list[tuple[AdapterRows, int, torch.Tensor, bool]]:
+    """Of an optimizer's parameters, the tables with an adapter's rows, and whether it steps row by row."""
+    tables = {
+        id(table.weight): (memory, index)
+        for memory in WATCHED
+        if memory.adapter_in_place is not None
+        for index, table in enumerate(memory.tables)
+    }
+    return [
+        (*tables[id(parameter)], parameter, group.get("table") is True)
+        for group in (optimizer.param_groups if tables else ())
+        for parameter in group["params"]
+        if id(parameter) in tables
+    ]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+    for memory, index, weight, by_row in _watched_tables(optimizer):
+        grad = weight.grad
+        # A closure makes the gradients only now. Others than ours move rows without a gradient, too (weight decay).
+        if has_closure or (grad is not None and not grad.is_sparse and not by_row):
+            memory.touch(index, None)
+        elif grad is not None:
+            rows = grad._indices()[0] if grad.is_sparse else (grad != 0).any(1).nonzero().squeeze(1)
+            memory.touch(index, rows)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    for memory, index, weight, _ in _watched_tables(optimizer):
+        memory._versions[index] = weight._version

@@ -5,8 +5,10 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache, TextIteratorStreamer
+from transformers import DynamicCache, QuantizedCache, StaticCache, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
+
+from hf_engram.modeling_engram.modeling_engram import CACHE_NAME
 
 
 @pytest.mark.parametrize("n_beams", [1, 2, 3, 4, 5])
@@ -121,7 +123,7 @@ def test_offloaded_cache(own_model, draw, left_padded, watch, generate, plain_gr
 
 @pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
 def test_quantized_cache(model, draw, left_padded, watch, generate, backend):
-    """A quantised KV cache had no place for the history, or quantised token ids."""
+    """A quantised KV cache had no place for the history, or quantised token ids; one made by hand was refused."""
     if backend == "fp8":
         pytest.importorskip("transformers", "5.24", reason="this Transformers has no fp8 KV cache")
     elif backend == "quanto":
@@ -132,20 +134,16 @@ def test_quantized_cache(model, draw, left_padded, watch, generate, backend):
     if backend == "hqq":
         options |= {"axis_key": 1, "axis_value": 1}
     ids, mask = left_padded([draw(1, 9, 1), draw(1, 4, 2)])
+    by_name = {"cache_implementation": "quantized", "cache_config": {"backend": backend, **options}}
     for beams in (1, 3):
-        with watch(model) as seen:
-            out = generate(
-                model,
-                ids,
-                8,
-                attention_mask=mask,
-                num_beams=beams,
-                cache_implementation="quantized",
-                cache_config={"backend": backend, **options},
-            )
-        seen.check_steps()
-        assert out.shape == (2, 17)
-        assert torch.equal(out[:, :9], ids)
+        outs = []
+        for by_hand in (False, True):
+            caches = {CACHE_NAME: QuantizedCache(backend, model.config, **options)} if by_hand else by_name
+            with watch(model) as seen:
+                outs.append(generate(model, ids, 8, attention_mask=mask, num_beams=beams, **caches))
+            seen.check_steps()
+        assert outs[0].shape == (2, 17)
+        assert torch.equal(outs[0][:, :9], ids) and torch.equal(*outs)
 
 
 def test_threads(model, draw, generate, plain_greedy):

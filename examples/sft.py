@@ -8,6 +8,7 @@ instruction-tuned decoder. OUTPUT gets the adapter and the changed rows. Needs T
 
 import argparse
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoTokenizer
@@ -16,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_engram import EngramForCausalLM
 from hf_engram.adapters import LORA_TARGETS, TableDelta, unfreeze_tables
 from hf_engram.optim import trainer_optimizer
+from hf_engram.processes import check_processes
 
 
 FACTS = {
@@ -57,7 +59,9 @@ arguments = SFTConfig(
     save_strategy="no",
     report_to="none",
     bf16=False,
+    use_cpu=not torch.accelerator.is_available(),  # said, or several processes would each train a model of their own
 )
+check_processes(arguments.world_size)
 trainer = SFTTrainer(
     model=EngramForCausalLM.from_pretrained(options.folder, engram_placement="device"),
     args=arguments,

@@ -9,10 +9,12 @@ write them; OUTPUT becomes one like it.
 import argparse
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
 from hf_engram import EngramForCausalLM
 from hf_engram.optim import trainer_optimizer
+from hf_engram.processes import check_processes
 from hf_engram.training_record import RecordTraining
 
 
@@ -45,7 +47,9 @@ arguments = TrainingArguments(
     learning_rate=options.lr,
     logging_steps=5,
     report_to="none",
+    use_cpu=not torch.accelerator.is_available(),  # said, or several processes would each train a model of their own
 )
+check_processes(arguments.world_size)
 trainer = Trainer(
     model=model,
     args=arguments,

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_engram import EngramConfig
 from hf_engram.convert import FAMILIES, INIT_TABLES, convert_backbone, prepare_conversion, saved_bytes
+from hf_engram.processes import check_processes
 
 
 # Tokenizer, code and model card, generously.
@@ -88,6 +89,7 @@ def logits(model, input_ids: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     args = parse_args()
+    check_processes()
     start = time.perf_counter()
     output = check_output(args.output)
     names = ("engram_layer_ids", "engram_vocab_size", "engram_max_ngram_size", "engram_n_heads", "engram_head_dim")

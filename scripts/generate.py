@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 import hf_engram  # noqa: F401 - registers the architecture with the Auto classes; no code from the Hub is run
+from hf_engram.processes import check_processes
 from hf_engram.run_folder import check_is_model
 
 
@@ -299,6 +300,7 @@ def answer_file(args: argparse.Namespace, prompts: list, model, tokenizer, how: 
 
 def main() -> None:
     args = parse_args()
+    check_processes()
     speed = Speed()
     try:
         if "file" in args:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from hf_engram.deepseek_v41 import import_memory
+from hf_engram.processes import check_processes
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the DeepSeek-V4.1 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="folder to make; must not exist, or be empty")
     args = parser.parse_args()
+    check_processes()
     start = time.perf_counter()
     try:
         config = import_memory(args.checkpoint, args.output)

@@ -35,6 +35,7 @@ from hf_engram.inspect import (
 )
 from hf_engram.inspect.report import copy_summary
 from hf_engram.inspect.trace import encode
+from hf_engram.processes import check_processes
 from hf_engram.run_folder import check_is_model
 
 
@@ -196,6 +197,7 @@ def fragment_for(trace: MemoryTrace) -> str:
 
 def main() -> None:
     args = parse_args()
+    check_processes()
     check_output(args.output)
     if args.screenshot is not None:
         check_screenshot(args.screenshot)

@@ -34,6 +34,7 @@ from transformers.utils import logging
 import hf_engram  # noqa: F401 - registers the architecture with the Auto classes
 from hf_engram.adapters import hub_id
 from hf_engram.modeling_engram.model_card import CARD_FILE, KINDS, is_generated, renamed, size, write_card
+from hf_engram.processes import check_processes
 
 
 # Of the Trainer, accelerate, DeepSpeed and FSDP: what a run is resumed from.
@@ -319,6 +320,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_processes()
     logging.disable_progress_bar()
     files, left_out = files_of(args.folder)
     try:

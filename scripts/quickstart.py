@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_engram import EngramConfig, EngramForCausalLM, EngramTokenizer
 from hf_engram.optim import EngramOptimizer
+from hf_engram.processes import check_processes
 
 
 TOPICS = "pydoc_data/topics.py"
@@ -245,6 +246,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_processes()
     start = time.perf_counter()
     output = prepare_output(args.output)
     threads = max(1, torch.get_num_threads() // 2)  # the two models train at the same time

@@ -3,7 +3,7 @@
     python scripts/train.py runs/first --data corpus/ --config hidden_size=256 intermediate_size=768   # from scratch
     python scripts/train.py runs/first --resume                                                      # after a crash
     python scripts/train.py runs/tuned --data notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --lora 16
-    accelerate launch --num_processes 2 scripts/train.py ...                                         # data parallel
+    torchrun --nproc_per_node 2 scripts/train.py ...                                                 # data parallel
 
 Texts -> token ids, cut into blocks in which documents stay apart -> steps -> checkpoints, each a complete Hub folder;
 hf_engram/run_folder.py says what else OUTPUT holds.
@@ -45,6 +45,7 @@ from hf_engram.adapters import (
 from hf_engram.convert import convert_backbone
 from hf_engram.modeling_engram.model_card import write_model_card
 from hf_engram.optim import EngramOptimizer, clip_grad_norm_
+from hf_engram.processes import check_processes
 from hf_engram.run_folder import (
     ARGUMENTS_FILE,
     checkpoints,
@@ -421,7 +422,10 @@ def main() -> None:
     trackers = [name for name in names if name in LoggerType.list() and importlib.util.find_spec(name)]
     precision = "bf16" if args.bf16 else "no"
     project = ProjectConfiguration(str(args.output), logging_dir=str(args.output / LOGS_FOLDER))
-    accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_config=project)
+    # Told to use the CPU, or else, where there is no other device, each of several processes would train alone.
+    cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, log_with=trackers or None, project_config=project)
+    check_processes(accelerator.num_processes)
     rank, processes = accelerator.process_index, accelerator.num_processes
     set_seed(args.seed)
 
@@ -474,7 +478,8 @@ def main() -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     accelerator.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} of them trained; {n_blocks:,} blocks "
-        f"of {args.block_size} tokens, {args.steps * per_step / n_blocks:.2f} epochs in {args.steps:,} steps"
+        f"of {args.block_size} tokens, {args.steps * per_step / n_blocks:.2f} epochs in {args.steps:,} steps of "
+        f"{processes} process{'es' if processes > 1 else ''}"
         + (f"; continuing after {checkpoint.name}" if checkpoint else ""),
     )
     accelerator.init_trackers(args.output.name, config={name: str(value) for name, value in arguments.items()})

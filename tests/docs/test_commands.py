@@ -13,7 +13,7 @@ from doc_pages import REPOSITORY, blocks, pages, read
 
 # Programs that are not the project's, of which no more is known here than that they are meant.
 OTHERS = {"source", "hf", "apt", "git"}
-INLINE = re.compile(r"`((?:(?:python|make|pip|pytest|accelerate) |scripts/\w+\.py)[^`]*)`")
+INLINE = re.compile(r"`((?:(?:python|make|pip|pytest|torchrun) |scripts/\w+\.py)[^`]*)`")
 
 
 def commands(page: str) -> list[list[str]]:
@@ -69,7 +69,7 @@ def check(words: list[str]) -> None:
         check_script([word for word in arguments if word != "-P"])
     elif program.startswith("scripts/"):
         check_script(words)
-    elif program == "accelerate":
+    elif program == "torchrun":
         first = next(index for index, word in enumerate(arguments) if word.endswith(".py"))
         check_script([word for word in arguments[first:] if word != "..."])
     elif program == "make":

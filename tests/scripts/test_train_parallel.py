@@ -1,20 +1,26 @@
 """scripts/train.py in two processes."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
-from train_runs import CONFIG, RUN, SCRIPT, assert_same_checkpoint, metrics
+from safetensors.torch import load_file
+from train_runs import CONFIG, RUN, SCRIPT, TEXTS, assert_same_checkpoint, metrics
+from transformers import AutoTokenizer
 
 
-def launch_two(*arguments: object) -> None:
-    """The script in two processes. torchrun finds a free port; it ends its processes when it is ended itself."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+def launch_two(*arguments: object, script: Path = SCRIPT) -> None:
+    """A script in two processes, on the CPU, which nothing but the absence of another device says. torchrun finds a
+    free port; it ends its processes when it is ended itself."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [*launch, *map(str, arguments)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
@@ -40,6 +46,22 @@ def test_two_processes(run, corpus, tmp_path):
     launch_two(tmp_path / "again", "--resume")
     assert_same_checkpoint(tmp_path / "again" / "checkpoint-2", two / "checkpoint-2")
     assert metrics(tmp_path / "again") == metrics(two)
+
+
+@pytest.mark.slow
+def test_trainer_example_in_two_processes(finished, tmp_path):
+    """One training, not two: with half the batch each, the weights of one process."""
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    script, folder = SCRIPT.parents[1] / "examples" / "trainer.py", finished / "checkpoint-12"
+    arguments = [folder, tmp_path / "text.txt", "--steps=2", "--block-size=32"]
+    launch_two(*arguments, tmp_path / "two", "--batch-size=2", script=script)
+    trained = load_file(tmp_path / "two" / "model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    assert any(not torch.equal(trained[name], before[name]) for name in before)
+    state = json.loads((tmp_path / "two" / "checkpoint-2" / "trainer_state.json").read_text())
+    n_blocks = state["max_steps"] * 4 / state["epoch"]
+    ids = AutoTokenizer.from_pretrained(folder)((tmp_path / "text.txt").read_text())["input_ids"]
+    assert n_blocks == pytest.approx(len(ids) // 32, abs=4)  # four blocks a step: two processes of two
 
 
 def test_models_go_before_their_process_group(run, train, tmp_path, monkeypatch):

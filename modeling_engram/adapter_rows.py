@@ -249,6 +249,7 @@ class AdapterRows(PeftWrapper):
         name = self.adapter_in_place
         if name is None:
             return
+        self._check_versions()
         if not discard:
             self._parked[name] = [tuple(part[:2]) for part in self._changed()]
         for table, touched in zip(float_tables(self), self._touched, strict=True):
@@ -367,7 +368,10 @@ class AdapterRows(PeftWrapper):
         if tensors and name is not None:
             self.load_rows(name, TableDelta.from_adapter(tensors, path))
         elif tensors:
-            raise ValueError(f"{path} holds table rows, but for no adapter: load them with PEFT's `load_adapter`.")
+            raise ValueError(
+                f"{path} holds table rows, but PEFT has not said for which adapter: it was installed after the model's "
+                "code was loaded (restart Python), or is older than 0.19 (update it)."
+            )
         elif name in self._adapters:
             raise ValueError(
                 f"{path} holds no table rows, but the adapter {name!r} has some (`unfreeze_tables`, or "

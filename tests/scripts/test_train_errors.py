@@ -105,7 +105,9 @@ def test_a_tokenizer_that_does_not_fit(run, finished, backbone, tmp_path):
     model = finished / "checkpoint-12"
     with pytest.raises(SystemExit, match=r"error: --tokenizer .*backbone0 does not fit .*checkpoint-12: Token '"):
         run(tmp_path / "run", "--steps=1", "--model", model, "--tokenizer", backbone)
-    with pytest.raises(SystemExit, match=r"error: The tokenizer's `eos_token_id` is 0, the backbone's is"):
+    with pytest.raises(
+        SystemExit, match=r"error: The tokenizer has 300 token ids, but the model has `vocab_size` 713"
+    ):
         run(tmp_path / "run", "--steps=1", "--model", backbone, "--tokenizer", model)
 
 

@@ -27,24 +27,28 @@ BACKEND_VARIABLE = "HF_ENGRAM_BACKEND"
 TRITON_DEVICES = ("cuda", "xpu")
 # What an operation without kernels gives as the reason.
 NO_KERNEL = "it has no kernels in this version"
+# Annotations of a kernel's parameters; names, where its module defers them.
+ANY_VALUE = (int, float, torch.Tensor, "int", "float", "torch.Tensor")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`triton.jit`, or the function as it is where Triton is not installed.
 
-    A kernel's parameters are annotated `tl.constexpr` (compiled for the value), `int` or `float` (for any value), or
-    not at all (a tensor, compiled for whether its address is aligned). Left to itself, Triton makes a constant of a
-    one, and compiles anew for multiples of 16. Where the compiler should know that rows begin at such a multiple,
-    strides are counted in rows, and the width of a row is a constexpr. `torch.compile` makes constants of ones
-    nevertheless: cast numbers with `tl.cast`, since a constant has no `.to`.
+    A kernel's parameters are annotated
+
+    - `tl.constexpr`: compiled for the value;
+    - `int`, `float`: a number, compiled for any value. Left to itself, Triton makes a constant of a one, and compiles
+      anew for multiples of 16. `torch.compile` makes that constant nevertheless, and it has no `.to`: use `tl.cast`;
+    - `torch.Tensor`: one read number by number, compiled for any address. A view may begin anywhere;
+    - not at all: a tensor read in rows, compiled for whether its address is a multiple of 16. For the compiler to know
+      that all rows begin at one, strides are counted in rows, and the width of a row is a constexpr.
     """
     if triton is None:
         return function
     parameters = inspect.signature(function).parameters.values()
-    # Annotations are names where the module defers them.
-    numbers = [each.name for each in parameters if each.annotation in (int, float, "int", "float")]
-    return triton.jit(function, do_not_specialize=numbers)
+    general = [each.name for each in parameters if each.annotation in ANY_VALUE]
+    return triton.jit(function, do_not_specialize=general)
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager:

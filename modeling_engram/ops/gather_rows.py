@@ -184,7 +184,7 @@ class EagerSparseGather(torch.autograd.Function):
 def _gather_kernel(
     table_ptr,
     scales_ptr,
-    ids_ptr,
+    ids_ptr: torch.Tensor,
     out_ptr,
     n_ids: int,
     rows: int,

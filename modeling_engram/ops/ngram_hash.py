@@ -169,14 +169,14 @@ def _hash_blocks(
 
 @kernel
 def _hash_kernel(
-    ids_ptr,
+    ids_ptr: torch.Tensor,
     token_map_ptr,
     multipliers_ptr,
     primes_ptr,
     offsets_ptr,
-    dead_ptr,
-    positions_ptr,
-    history_ptr,
+    dead_ptr: torch.Tensor,
+    positions_ptr: torch.Tensor,
+    history_ptr: torch.Tensor,
     hash_ids_ptr,
     encoded_ptr,
     tokens: int,
@@ -207,7 +207,8 @@ def _hash_kernel(
     row = token // length
     column = token % length
     mixed = tl.zeros([BLOCK_TOKENS], tl.int64)
-    blocked = tl.zeros([BLOCK_TOKENS], tl.int1)
+    # Nowhere. Triton 3.3's interpreter has no zeros of one bit.
+    blocked = column < 0
     for shift in tl.static_range(N):
         at = column - shift
         here = inside & (at >= 0)
@@ -246,7 +247,9 @@ def _hash_kernel(
                 offset = tl.load(offsets_ptr + divisor, mask=head < HEADS, other=0)[None, :]
                 # One division for all tokens of the run; the proof is at the top of the file.
                 reciprocal = 0x7FFFFFFFFFFFFFFF // prime
-                remainder = mixed[:, None] - tl.umulhi(mixed[:, None] * 2, reciprocal) * prime
+                doubled = (mixed[:, None] * 2).to(tl.uint64)
+                quotient = tl.umulhi(doubled, reciprocal.to(tl.uint64)).to(tl.int64)
+                remainder = mixed[:, None] - quotient * prime
                 remainder = tl.where(remainder >= prime, remainder - prime, remainder)
                 hash_at = (token[:, None] * layers + layer) * ((N - 1) * HEADS) + (shift - 1) * HEADS + head[None, :]
                 tl.store(hash_ids_ptr + hash_at, remainder + offset, mask=inside[:, None] & (head < HEADS)[None, :])

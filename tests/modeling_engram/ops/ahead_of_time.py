@@ -2,21 +2,26 @@
 
     with compile_only("sm_90") as compiled:
         operation(tensors_on_the_cpu)          # reaches kernel[grid](...), past the dispatch
-    assert max(spills(kernel) for kernel in compiled) == 0
+    assert max(resources(kernel, tmp_path)[1] for kernel in compiled) == 0
 
-The kernels get the very arguments of a real launch, so every specialisation is the one that dispatch would choose.
+The kernels get the very arguments of a real launch, so every specialisation is the one that dispatch would choose. What
+they would have written is zero.
 """
 
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest import mock
 
+import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+from hf_engram.modeling_engram.ops import backend, stream_mixes_kernels
 
 
 TARGETS = {
@@ -25,6 +30,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# Where Triton keeps the device's driver: before 3.5 and since.
+ACTIVE = "_active" if hasattr(triton.runtime.driver, "_active") else "active"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -44,6 +51,27 @@ class AbsentDevice:
         return 0
 
 
+def absent_device(name: str) -> AbstractContextManager:
+    """Inside, Triton takes the target `name` for the device that is there."""
+    return mock.patch.object(triton.runtime.driver, ACTIVE, AbsentDevice(name))
+
+
+class ZeroedMemory(TorchDispatchMode):
+    """New tensors hold zeros: row ids that no kernel has written must not lead astray what does run."""
+
+    ZEROED = {
+        torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
+        torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+        torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+    }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func == torch.ops.aten.empty.memory_format:
+            kwargs.pop("memory_format", None)
+        return self.ZEROED.get(func, func)(*args, **kwargs)
+
+
 @contextmanager
 def compile_only(name: str) -> Iterator[list]:
     """Kernels launched inside are compiled for the target `name` and not run; yields the list of compiled kernels."""
@@ -54,10 +82,18 @@ def compile_only(name: str) -> Iterator[list]:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return compiled[-1]
 
-    driver = triton.runtime.driver
+    with mock.patch.object(JITFunction, "run", compile_instead), absent_device(name), ZeroedMemory():
+        yield compiled
+
+
+@contextmanager
+def dispatch_compiled(name: str) -> Iterator[list]:
+    """`compile_only`, of what operations launch by themselves, as they do on a GPU, for tensors on the CPU."""
+    precision = "ieee" if name.startswith("gfx") else "tf32x3"
     with (
-        mock.patch.object(JITFunction, "run", compile_instead),
-        mock.patch.object(driver, "_active", AbsentDevice(name)),
+        mock.patch.object(backend, "TRITON_DEVICES", ("cpu",)),
+        mock.patch.object(stream_mixes_kernels, "dot_precision", lambda device: precision),
+        compile_only(name) as compiled,
     ):
         yield compiled
 

@@ -287,7 +287,7 @@ class Gate(nn.Module):
 def test_kernels_are_traced_into_one_graph(monkeypatch, dynamic):
     """torch.compile takes all three launches, forward's and backward's, into its graph; traced without a GPU."""
     pytest.importorskip("triton")
-    from ahead_of_time import AbsentDevice
+    from ahead_of_time import absent_device
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -304,12 +304,11 @@ def test_kernels_are_traced_into_one_graph(monkeypatch, dynamic):
     nodes = []
     torch._dynamo.reset()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("triton.runtime.driver._active", AbsentDevice("sm_90"))
     monkeypatch.setattr(gate_module, "resolve_backend", lambda *args: "triton")
     x, kv, _, _, _ = make_inputs((2, 5), 3, 96)
     backend = aot_autograd(fw_compiler=stop, partition_fn=count_launches)
     compiled = torch.compile(Gate(3, 96), fullgraph=True, dynamic=dynamic, backend=backend)
-    with pytest.raises(Exception, match="TracedError"):
+    with absent_device("sm_90"), pytest.raises(Exception, match="TracedError"):
         compiled(x.requires_grad_(), kv.requires_grad_(), torch.ones(2, 5, dtype=torch.bool))
     assert len(nodes) == 3
     torch._dynamo.reset()

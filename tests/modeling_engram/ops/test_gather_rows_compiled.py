@@ -63,7 +63,7 @@ def test_inductor_reads_rows_in_place(quantised):
 def test_kernel_is_traced_into_one_graph(monkeypatch, case):
     """torch.compile takes the launch into its graph; traced without a GPU."""
     pytest.importorskip("triton")
-    from ahead_of_time import AbsentDevice
+    from ahead_of_time import absent_device
     from torch._dynamo.backends.common import aot_autograd
 
     class TracedError(Exception):
@@ -76,11 +76,10 @@ def test_kernel_is_traced_into_one_graph(monkeypatch, case):
     nodes = []
     torch._dynamo.reset()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("triton.runtime.driver._active", AbsentDevice("sm_90"))
     monkeypatch.setattr(gather_module, "resolve_backend", lambda *args: "triton")
     table = make_table(9, 64).requires_grad_(case == "dense")
     compiled = torch.compile(gather_rows, fullgraph=True, backend=aot_autograd(fw_compiler=stop))
-    with pytest.raises(Exception, match="TracedError"):
+    with absent_device("sm_90"), pytest.raises(Exception, match="TracedError"):
         compiled(table, make_ids(9, 2, 5, 3))
     assert len(nodes) == 1
     torch._dynamo.reset()

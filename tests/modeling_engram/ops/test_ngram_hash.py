@@ -280,7 +280,7 @@ def test_compiles_into_one_graph(compiler, length):
 def test_kernel_is_traced_into_one_graph(monkeypatch, dynamic):
     """torch.compile takes the one launch into its graph; traced without a GPU."""
     pytest.importorskip("triton")
-    from ahead_of_time import AbsentDevice
+    from ahead_of_time import absent_device
     from torch._dynamo.backends.common import aot_autograd
 
     class TracedError(Exception):
@@ -293,11 +293,10 @@ def test_kernel_is_traced_into_one_graph(monkeypatch, dynamic):
     launches = []
     torch._dynamo.reset()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("triton.runtime.driver._active", AbsentDevice("sm_90"))
     monkeypatch.setattr(hash_module, "resolve_backend", lambda *args: "triton")
     input_ids, token_map, *options = make_inputs(2, 9)
     compiled = torch.compile(ngram_hash, fullgraph=True, dynamic=dynamic, backend=aot_autograd(fw_compiler=stop))
-    with pytest.raises(Exception, match="TracedError"):
+    with absent_device("sm_90"), pytest.raises(Exception, match="TracedError"):
         compiled(input_ids, token_map, 7, *make_layout(), *options)
     assert len(launches) == 1
     torch._dynamo.reset()

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..tokenization.ngram_hashing import build_layout, check_layout
+from .folder_update import FolderUpdate, is_staged
 from .remote_code import MODEL_AUTO_MAP, export_code, is_installed_package
 
 
@@ -362,6 +363,12 @@ class EngramConfig(PreTrainedConfig):
         """Saves config.json, and beside it, flat, the code that loads the folder without this package installed."""
         if os.path.isfile(save_directory):
             raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
+        if not is_staged(save_directory):
+            if push_to_hub:
+                kwargs.setdefault("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            with FolderUpdate(save_directory) as update:
+                self.save_pretrained(update.folder, push_to_hub, **kwargs)
+            return
         self.validate()
         # A config loaded from a Hub folder has `_auto_class` set, and Transformers copies its code by itself.
         if self._auto_class is None and is_installed_package():

@@ -8,6 +8,8 @@ import os
 import re
 from pathlib import Path
 
+from .folder_update import FolderUpdate, is_staged
+
 
 MODEL_AUTO_MAP = {
     "AutoConfig": "configuration_engram.EngramConfig",
@@ -30,10 +32,11 @@ def is_installed_package() -> bool:
 
 
 def export_code(save_directory: str | os.PathLike) -> list[Path]:
-    """Writes every module of the three folders flat into `save_directory` (made if missing).
+    """Writes every module of the three folders flat into `save_directory` (made if missing); as one, see
+    [`FolderUpdate`]. Files that are there already are left alone.
 
     Returns:
-        `list[Path]`: the files written.
+        `list[Path]`: the modules' files.
 
     Raises:
         RuntimeError: called from a flat copy, or two modules share a file name.
@@ -51,10 +54,15 @@ def export_code(save_directory: str | os.PathLike) -> list[Path]:
             if path.name in sources:
                 raise RuntimeError(f"{path} and {sources[path.name]} share a name: a flat folder needs unique names.")
             sources[path.name] = path
-    os.makedirs(save_directory, exist_ok=True)
-    written = []
+    if is_staged(save_directory):
+        _write_flat(sources, Path(save_directory))
+    else:
+        with FolderUpdate(save_directory) as update:
+            _write_flat(sources, update.folder)
+    return [Path(save_directory) / name for name in sources]
+
+
+def _write_flat(sources: dict[str, Path], folder: Path) -> None:
     for name, path in sources.items():
-        target = Path(save_directory) / name
-        target.write_text(_NESTED_IMPORT.sub(r"\1.\2\3", path.read_text(encoding="utf-8")), encoding="utf-8")
-        written.append(target)
-    return written
+        text = _NESTED_IMPORT.sub(r"\1.\2\3", path.read_text(encoding="utf-8"))
+        (folder / name).write_text(text, encoding="utf-8")

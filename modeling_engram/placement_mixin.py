@@ -1,9 +1,7 @@
 """What a model does about its tables: load them where they are to be, save them, and fetch rows early."""
 
 import copy
-import inspect
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,13 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .engram_table import EngramTable
-from .model_card import CARD_FILE, is_somebodys
 from .ops.gather_rows import TABLE_DTYPE
-from .table_saving import TABLE_SHARD_BYTES, StagedSave
+from .table_saving import TABLE_SHARD_BYTES
 from .table_storage import DTYPES, TensorEntry, find_tensors, open_table
 
 
 class EngramPlacementMixin:
     """Of an Engram model, before `PreTrainedModel`."""
-
-    # The save that is under way.
-    _staged: StagedSave | None = None
 
     @property
     def engram_memory(self):
@@ -141,78 +135,34 @@ class EngramPlacementMixin:
 
     # Saving.
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As [`PreTrainedModel.save_pretrained`]; large tables and those on disk get shards of their own, see
-        [`StagedSave`]. The folder that the model was loaded from is as good as another."""
-        save = super().save_pretrained
-        bound = inspect.signature(save).bind_partial(save_directory, *args, **kwargs)
-        options = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-        options.pop("kwargs", None)
-        options.pop("save_directory")
-        is_main = options.get("is_main_process", True)
-        if hasattr(self, "should_save_on_this_rank"):
-            is_main = self.should_save_on_this_rank(is_main)
-        if not is_main or getattr(self, "_hf_peft_config_loaded", False) or options.get("distributed_checkpoint"):
-            save(save_directory, **options)
-            return
-        state_dict = options.get("state_dict")
-        is_own = state_dict is None and getattr(self, "hf_quantizer", None) is None
-        if is_own:
-            state_dict = self.state_dict()
+    def _tables_apart(self, state_dict: dict | None) -> list[dict[str, Any]]:
+        """The tables that are saved to shards of their own, large ones and those on disk: of each, its tensors by
+        name. `state_dict` is what is saved of the rest; None where Transformers is to make it.
+
+        Raises:
+            ValueError: a table is to be on disk, but no file is open.
+        """
         tables = []
         for name, table in self._engram_tables():
             if table.placement == "disk":
                 if table.disk is None:
                     raise ValueError(f"{name} was not loaded, so the model cannot be saved.")
-                tensors = dict(zip((f"{name}.weight", f"{name}.scale"), table.disk.tensors, strict=False))
-            elif state_dict is None:
+                tables.append(dict(zip((f"{name}.weight", f"{name}.scale"), table.disk.tensors, strict=False)))
                 continue
-            else:
-                parts = [key for key in (f"{name}.weight", f"{name}.scale") if key in state_dict]
-                # Of a sharded or offloaded model, Transformers gathers them.
-                known = (torch.Tensor, torch.nn.Parameter)
-                if any(type(state_dict[key]) not in known or state_dict[key].is_meta for key in parts):
-                    continue
-                if sum(state_dict[key].nbytes for key in parts) < TABLE_SHARD_BYTES:
-                    continue
-                tensors = {key: state_dict[key] for key in parts}
-            tables.append(tensors)
-        if state_dict is not None:
-            separate = {key for tensors in tables for key in tensors}
-            options["state_dict"] = {key: value for key, value in state_dict.items() if key not in separate}
-        if options.get("push_to_hub"):
-            options.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
+            tensors = {
+                key: state_dict[key] for key in (f"{name}.weight", f"{name}.scale") if key in (state_dict or ())
+            }
+            # Of a sharded or offloaded model, Transformers gathers them.
+            known = (torch.Tensor, torch.nn.Parameter)
+            if any(type(tensor) not in known or tensor.is_meta for tensor in tensors.values()):
+                continue
+            if tensors and sum(tensor.nbytes for tensor in tensors.values()) >= TABLE_SHARD_BYTES:
+                tables.append(tensors)
+        return tables
 
-        self._staged = staged = StagedSave(save_directory, tables, options.get("variant"))
-        try:
-            save(staged.folder, **options)
-            staged.finish()
-            staged.commit()
-        except BaseException:
-            staged.abandon()
-            raise
-        finally:
-            self._staged = None
-        self._set_sources(staged)
-
-    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any):
-        # Called by `save_pretrained(push_to_hub=True)` before it returns.
-        if self._staged is None:
-            return super()._upload_modified_files(working_dir, *args, **kwargs)
-        self._staged.finish()
-        card, theirs = Path(working_dir) / CARD_FILE, self._staged.target / CARD_FILE
-        keeps_theirs = is_somebodys(theirs)
-        # One that somebody wrote on the Hub stays there, as one that somebody wrote here stays here.
-        if keeps_theirs and not is_somebodys(card):
-            shutil.copyfile(theirs, card)
-        uploaded = super()._upload_modified_files(working_dir, *args, **kwargs)
-        if keeps_theirs:
-            shutil.copyfile(theirs, card)
-        return uploaded
-
-    def _set_sources(self, staged: StagedSave) -> None:
-        """After a save: where tables lie now."""
-        entries = find_tensors(staged.target / name for name in staged.saved if name.endswith(".safetensors"))
+    def _set_sources(self, files: list[Path]) -> None:
+        """After a save into these files: where tables lie now."""
+        entries = find_tensors(files)
         for name, table in self._engram_tables():
             parts = [entries.get(f"{name}.weight"), entries.get(f"{name}.scale")][: 1 + table.is_quantised]
             if any(part is None for part in parts):

@@ -1,6 +1,10 @@
 """What all Engram models share: initialisation, loading, saving, and the way from token ids to hash ids."""
 
+import inspect
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,8 +12,10 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import hub
 
 from ..configuration.configuration_engram import EngramConfig
+from ..configuration.folder_update import FolderUpdate
 from ..tokenization.ngram_hashing import check_token_ids
 from ..tokenization.token_map import check_tokenizer_size
 from .adapter_mixin import EngramAdapterMixin
@@ -18,8 +24,9 @@ from .engram_layer import EngramLayer
 from .engram_table import EngramTable
 from .hyper_connection import HyperConnection
 from .live_tokens import live_tokens
-from .model_card import write_model_card
+from .model_card import CARD_FILE, is_somebodys, write_model_card
 from .ngram_hasher import NgramHasher
+from .table_saving import add_tables
 
 
 class EngramPreTrainedModel(EngramAdapterMixin, PreTrainedModel):
@@ -108,15 +115,80 @@ class EngramPreTrainedModel(EngramAdapterMixin, PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As [`PreTrainedModel.save_pretrained`]; the folder also gets the code that loads it, and a model card."""
+        """As [`PreTrainedModel.save_pretrained`]; the folder also gets the code that loads it, and a model card. Large
+        tables and those on disk get shards of their own, see [`add_tables`].
+
+        All is written beside what is there, and moved in place as one, see [`FolderUpdate`]: whenever the process
+        dies, the old model loads or the new one. The folder that the model was loaded from is as good as another.
+
+        Raises:
+            ValueError: `save_directory` is a file, a table was not loaded, or the config was changed since the hash
+                was made. OSError: the disk is full, or another save into the folder is under way (TimeoutError).
+        """
         if os.path.isfile(save_directory):
             raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
         hasher = self.base_model.engram_hasher
         # A layout field that was set since would make a folder that does not load.
         if hasher is not None and not hasher.token_map.is_meta:
             hasher.check(may_be_unbound=True)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        write_model_card(self, save_directory)
+        save = super().save_pretrained
+        bound = inspect.signature(save).bind_partial(save_directory, *args, **kwargs).arguments
+        rest = bound.pop("kwargs", {})
+        options = {name: value for name, value in (bound | rest).items() if name != "save_directory"}
+        is_main = options.get("is_main_process", True)
+        if hasattr(self, "should_save_on_this_rank"):
+            is_main = self.should_save_on_this_rank(is_main)
+        if not is_main or options.get("distributed_checkpoint"):
+            save(save_directory, **options)
+            return
+
+        upload = None
+        if options.pop("push_to_hub", False):
+            name, token = os.path.basename(os.path.abspath(save_directory)), options.get("token")
+            upload = {key: rest.pop(key, None) for key in ("commit_message", "create_pr")} | {"token": token}
+            options = {key: value for key, value in options.items() if key in bound}
+            api, name = hub.hf_api(), rest.pop("repo_id", name)
+            upload["repo_id"] = api.create_repo(name, token=token, exist_ok=True, **rest).repo_id
+        # A PEFT adapter that Transformers has added is saved in the place of the model.
+        state_dict, tables = options.get("state_dict"), []
+        if not getattr(self, "_hf_peft_config_loaded", False):
+            if state_dict is None and getattr(self, "hf_quantizer", None) is None:
+                state_dict = self.state_dict()
+            tables = self._tables_apart(state_dict)
+        if state_dict is not None:
+            apart = {name for tensors in tables for name in tensors}
+            options["state_dict"] = {name: value for name, value in state_dict.items() if name not in apart}
+
+        with FolderUpdate(save_directory, options.get("variant")) as update:
+            save(update.folder, **options)
+            add_tables(update, tables)
+            if not is_somebodys(update.target / CARD_FILE):
+                write_model_card(self, update.folder, update.target.resolve().name)
+        self._set_sources([update.target / name for name in update.weight_files])
+        if upload is not None:
+            self._upload_saved(update, **upload)
+
+    def _upload_saved(
+        self, update: FolderUpdate, repo_id: str, token: Any, commit_message: str | None, create_pr: bool | None
+    ) -> None:
+        """Uploads the files of a save. A card that somebody wrote on the Hub stays there, as one that somebody wrote
+        here stays here."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name in update.saved:
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    path.symlink_to(update.target / name)
+                except OSError:  # of a system where that is a privilege
+                    shutil.copyfile(update.target / name, path)
+            card, here = Path(folder, CARD_FILE), update.target / CARD_FILE
+            card.unlink(missing_ok=True)
+            hub.create_and_tag_model_card(repo_id, self.model_tags, token=token).save(card)
+            if is_somebodys(here) and not is_somebodys(card):
+                shutil.copyfile(here, card)
+            self._upload_modified_files(
+                folder, repo_id, {}, commit_message=commit_message, token=token, create_pr=bool(create_pr)
+            )
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any):
         # Where the Hub has no card yet, Transformers has just put one without content over ours.

@@ -1,8 +1,8 @@
-"""Saving a checkpoint whose tables may be larger than memory, without a moment in which half of it would load.
+"""Saving a checkpoint whose tables may be larger than memory.
 
-Files are made in a folder inside the target and moved in place when they are complete. A table that lies on disk is
-not read for that: its file is cloned (copy on write) or hard-linked where the file system can and the file holds
-nothing else, else its bytes are copied block by block.
+A table that lies on disk is not read for that where its file holds nothing else: in the folder that is saved to, it
+stays as it is; from another, it is cloned (copy on write) where the file system can do that. Otherwise its bytes are
+copied block by block.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import math
 import os
 import re
 import shutil
-import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
+from ..configuration.folder_update import FolderUpdate
 from .table_storage import CHUNK_BYTES, DTYPE_NAMES, MappedTensor, find_tensors, read_header
 
 
@@ -36,10 +35,7 @@ TABLE_SHARD_BYTES = 2**25
 QUIET_BYTES = 2**26
 # linux/fs.h: makes a file share another one's blocks until either is written to.
 FICLONE = 0x40049409
-_SHARD_NAME = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors")
-# Folders in which a save is put together, and in them, those of the files that it replaces. Locks may be known to one
-# machine only, so the name says which.
-STAGED, REPLACED = f".saving-{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}-", ".replaced-"
+SHARD_NAME = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 Tensor = torch.Tensor | MappedTensor
 
@@ -85,38 +81,49 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
+def own_file(tensors: dict[str, Tensor]) -> Path | None:
+    """The file that holds these tensors under these names, and no others; None if there is no such file.
+
+    Raises:
+        RuntimeError: it was changed since it was opened.
+    """
+    mapped = [tensor for tensor in tensors.values() if isinstance(tensor, MappedTensor)]
+    sources = {tensor.entry.path for tensor in mapped}
+    if len(mapped) != len(tensors) or len(sources) != 1:
+        return None
+    for tensor in mapped:
+        tensor.check()
+    (source,) = sources
+    names = {tensor.entry.name for tensor in mapped}
+    return source if names == set(tensors) == set(read_header(source)) else None
+
+
 def clone_file(source: Path, target: Path) -> bool:
-    """Whether the file system made `target` share the bytes of `source`: by copy on write, or else as a hard link."""
-    if fcntl is not None:
-        try:
-            with open(source, "rb") as old, open(target, "xb") as new:
-                fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
-            return True
-        except OSError:
-            target.unlink(missing_ok=True)
+    """Whether the file system made `target` share the bytes of `source` by copy on write. A hard link will not do:
+    whoever writes into either file writes into both."""
+    if fcntl is None:
+        return False
     try:
-        os.link(os.path.realpath(source), target)
+        with open(source, "rb") as old, open(target, "xb") as new:
+            fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
         return True
     except OSError:
+        target.unlink(missing_ok=True)
         return False
 
 
 def write_table(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a table's shard: shares the file that it lies in, if that holds these tensors under these names and no
-    others, or writes one.
+    """Writes a table's shard: shares the blocks of the file that it lies in, if that holds these tensors under these
+    names and no others, or writes one.
 
     Raises:
         OSError: the disk is full, or will be. RuntimeError: the table's file was changed since it was opened.
     """
-    mapped = [tensor for tensor in tensors.values() if isinstance(tensor, MappedTensor)]
-    sources = {tensor.entry.path for tensor in mapped}
-    if len(mapped) == len(tensors) and len(sources) == 1:
-        (source,) = sources
-        names = {tensor.entry.name for tensor in mapped}
-        for tensor in mapped:
+    source = own_file(tensors)
+    if source is not None and clone_file(source, path):
+        for tensor in tensors.values():
             tensor.check()
-        if names == set(tensors) == set(read_header(source)) and clone_file(source, path):
-            return
+        return
     needed, free = sum(map(nbytes, tensors.values())), shutil.disk_usage(path.parent).free
     if needed > free:
         raise OSError(
@@ -125,157 +132,51 @@ def write_table(path: Path, tensors: dict[str, Tensor]) -> None:
     write_tensors(path, tensors)
 
 
-def lock_folder(folder: Path) -> int | None:
-    """Locks a folder for as long as the file descriptor that is returned is open, at most as long as this process
-    lives. None where that cannot be done.
+def lies_in(folder: Path, tensors: dict[str, Tensor]) -> str | None:
+    """The name of the file in `folder` that holds these tensors under these names, and no others; None if there is no
+    such file.
 
     Raises:
-        BlockingIOError: it is locked by another save.
+        RuntimeError: the table's file was changed since it was opened.
     """
-    if fcntl is None:
+    source = own_file(tensors)
+    if source is None or os.path.realpath(source.parent) != os.path.realpath(folder):
         return None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return descriptor
+    return source.name if SHARD_NAME.fullmatch(source.name) else None
 
 
-class StagedSave:
-    """A checkpoint that is put together inside its target, in `folder`, and then moved in place.
+def add_tables(update: FolderUpdate, tables: list[dict[str, Tensor]]) -> None:
+    """Adds the tables' shards to the weights that are in `update.folder`, and an index of all. A table that lies in
+    the target as it is to be stays there, and is not read.
 
-    The folder of a save whose process was killed stays behind; the next save that succeeds removes it. That the
-    process is dead it knows by the lock, which the kernel keeps for the living: without locks, nothing is removed.
-
-    Args:
-        target: the folder to save to; made if missing.
-        tables: for each table with a shard of its own, its tensors by name.
-        variant (`str`, *optional*): as `save_pretrained` has it.
+    Raises:
+        OSError: the disk is full, or will be. RuntimeError: a table's file was changed since it was opened.
     """
-
-    def __init__(self, target: str | os.PathLike, tables: list[dict[str, Tensor]], variant: str | None = None) -> None:
-        self.target, self.tables = Path(target), tables
-        self.stem = "model" if variant is None else f"model.{variant}"
-        self.single = f"{self.stem}.safetensors"
-        self.index = "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
-        self.made_target = not self.target.exists()
-        os.makedirs(self.target, exist_ok=True)
-        self.folder, self._lock = self._make_folder()
-        self.is_finished = False
-        self.saved: set[str] = set()
-
-    def _make_folder(self) -> tuple[Path, int | None]:
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=STAGED, dir=self.target))
-            # Until it is locked, another save may take it for one that was left behind, and remove it.
-            try:
-                lock = lock_folder(folder)
-            except BlockingIOError:
-                continue
-            if folder.is_dir():
-                return folder, lock
-            if lock is not None:
-                os.close(lock)
-
-    def finish(self) -> None:
-        """Adds the tables' shards to the weights that are in `folder`, and an index of all; once."""
-        if self.is_finished:
-            return
-        self.is_finished = True
-        if not self.tables:
-            return
-        index = {"metadata": {}, "weight_map": {}}
-        if (self.folder / self.index).is_file():
-            index = json.loads((self.folder / self.index).read_text(encoding="utf-8"))
-            files = sorted(set(index["weight_map"].values()))
+    if not tables:
+        return
+    index, index_path = {"metadata": {}, "weight_map": {}}, update.folder / update.index
+    if index_path.is_file():
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+        files = sorted(set(index["weight_map"].values()))
+    else:
+        files = [update.single]
+        index["weight_map"] = dict.fromkeys(read_header(update.folder / update.single), update.single)
+    kept = [lies_in(update.target, tensors) for tensors in tables]
+    count = len(files) + kept.count(None)
+    names = [f"{update.stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    renamed = dict(zip(files, names, strict=False))
+    for old, new in renamed.items():
+        os.rename(update.folder / old, update.folder / new)
+    index["weight_map"] = {tensor: renamed[file] for tensor, file in index["weight_map"].items()}
+    written, new_names = [update.folder / name for name in renamed.values()], iter(names[len(files) :])
+    for tensors, name in zip(tables, kept, strict=True):
+        if name is None:
+            name = next(new_names)
+            write_table(update.folder / name, tensors)
+            written.append(update.folder / name)
         else:
-            files = [self.single]
-            index["weight_map"] = dict.fromkeys(read_header(self.folder / self.single), self.single)
-        count = len(files) + len(self.tables)
-        names = [f"{self.stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        renamed = dict(zip(files, names, strict=False))
-        for old, new in renamed.items():
-            os.rename(self.folder / old, self.folder / new)
-        index["weight_map"] = {tensor: renamed[file] for tensor, file in index["weight_map"].items()}
-        for name, tensors in zip(names[len(files) :], self.tables, strict=True):
-            write_table(self.folder / name, tensors)
-            index["weight_map"] |= dict.fromkeys(tensors, name)
-        headers = find_tensors(self.folder / name for name in names)
-        index["metadata"]["total_size"] = sum(entry.stop - entry.start for entry in headers.values())
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (self.folder / self.index).write_text(text, encoding="utf-8")
-
-    def commit(self) -> None:
-        """Moves everything in place. What a checkpoint loads by, its index or its only file, goes first and comes
-        last, so that a folder with some files of the one and some of the other does not load. On an error, all is put
-        back; files that are replaced are kept in `folder` until all is done."""
-        new = {path.name for path in self.folder.iterdir()}
-        entries = {self.single, self.index}
-        stale = {
-            path.name
-            for path in self.target.iterdir()
-            if (match := _SHARD_NAME.fullmatch(path.name)) and match[1] == self.stem and path.name not in new
-        }
-        replaced = Path(tempfile.mkdtemp(prefix=REPLACED, dir=self.folder))
-        moves: list[tuple[Path, Path]] = []
-
-        def move(source: Path, target: Path) -> None:
-            os.rename(source, target)
-            moves.append((source, target))
-
-        try:
-            for name in sorted((entries | stale | new), key=lambda name: name not in entries):
-                if (self.target / name).exists():
-                    move(self.target / name, replaced / name)
-            for name in sorted(new, key=lambda name: name in entries):
-                move(self.folder / name, self.target / name)
-        except BaseException:
-            for source, target in reversed(moves):
-                os.rename(target, source)
-            raise
-        self.saved = new
-        self._remove_folder()
-        self._remove_left_behind()
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _remove_left_behind(self) -> None:
-        """Removes the folders of saves that were killed, unless one holds the only copy of a file of the target, which
-        it was about to replace, and which this save has not replaced."""
-        for folder in [path for path in self.target.iterdir() if path.name.startswith(STAGED)]:
-            try:
-                lock = lock_folder(folder)
-            except BlockingIOError:
-                continue
-            if lock is None:
-                continue
-            try:
-                if all(self._is_replaced(path.name) for path in folder.glob(f"{REPLACED}*/*")):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-    def _is_replaced(self, name: str) -> bool:
-        shard = _SHARD_NAME.fullmatch(name)
-        is_weights = name in (self.single, self.index) or (shard is not None and shard[1] == self.stem)
-        return is_weights or (self.target / name).exists()
-
-    def abandon(self) -> None:
-        """Leaves the target as it was."""
-        self._remove_folder()
-        if self.made_target:
-            try:
-                self.target.rmdir()
-            except OSError:
-                pass
+            update.checks += [tensor.check for tensor in tensors.values()]
+            written.append(update.target / name)
+        index["weight_map"] |= dict.fromkeys(tensors, name)
+    index["metadata"]["total_size"] = sum(entry.stop - entry.start for entry in find_tensors(written).values())
+    index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

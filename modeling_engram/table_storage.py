@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..configuration.folder_update import CONFIG_FILE
+
 
 # The dtypes that a table or its scales may have, as safetensors names them.
 DTYPES = {
@@ -100,11 +102,17 @@ def find_tensors(source: str | os.PathLike | Iterable[str | os.PathLike]) -> dic
         folder = Path(source)
         if not folder.is_dir():
             return read_header(folder)
-        if (folder / SINGLE_FILE).is_file():
-            return read_header(folder / SINGLE_FILE)
-        if not (folder / INDEX_FILE).is_file():
-            raise FileNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
-        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        names = [SINGLE_FILE, INDEX_FILE]
+        if (folder / CONFIG_FILE).is_file():
+            # Which file the weights are in, where a save was killed, see `FolderUpdate`.
+            name = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("transformers_weights")
+            names = names if name is None else [name]
+        entry = next((name for name in names if (folder / name).is_file()), None)
+        if entry is None:
+            raise FileNotFoundError(f"{folder} has neither {' nor '.join(names)}.")
+        if entry.endswith(".safetensors"):
+            return read_header(folder / entry)
+        weight_map = json.loads((folder / entry).read_text(encoding="utf-8"))["weight_map"]
         source = [folder / name for name in sorted(set(weight_map.values()))]
     entries: dict[str, TensorEntry] = {}
     for path in source:

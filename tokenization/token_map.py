@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, normalizers
 
 
-TOKEN_MAP_FILE = "engram_token_map.safetensors"
 TOKEN_MAP_KEY = "token_map"
 COMPRESSED_VOCAB_SIZE_KEY = "engram_compressed_vocab_size"
 

@@ -1,5 +1,6 @@
 """Tokenizer of the Engram language model: any fast tokenizer, which also says where in the tables each token looks."""
 
+import inspect
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import PaddingStrategy, TensorType
 
+from ..configuration.folder_update import TOKEN_MAP_FILE, FolderUpdate, is_staged
 from ..configuration.remote_code import TOKENIZER_AUTO_MAP, export_code, is_installed_package
 from .ngram_hashing import (
     DEAD,
@@ -24,7 +26,6 @@ from .ngram_hashing import (
     hash_stream,
 )
 from .token_map import (
-    TOKEN_MAP_FILE,
     build_token_map,
     load_token_map,
     save_token_map,
@@ -123,6 +124,8 @@ class EngramTokenizer(PreTrainedTokenizerFast):
                 f"EngramTokenizer has no arguments {unknown}; those that begin like them are "
                 f"{', '.join([*fields, 'engram_compressed_vocab_size'])}."
             )
+        # What a killed save has left in the config: there is one tokenizer.json when this one is saved.
+        kwargs.pop("fast_tokenizer_files", None)
         # Whatever is handed up is kept in `init_kwargs` and saved, with the value of the attribute of that name.
         super().__init__(*args, **fields, return_hash_ids=return_hash_ids, **kwargs)
         for name, value in fields.items():
@@ -342,9 +345,19 @@ class EngramTokenizer(PreTrainedTokenizerFast):
         return super().tokenize(*args, **{"return_hash_ids": False, **kwargs})
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> tuple[str, ...]:
-        """Saves as [`PreTrainedTokenizerFast.save_pretrained`] does, with the token map and the code to load it."""
+        """Saves as [`PreTrainedTokenizerFast.save_pretrained`] does, with the token map and the code to load it. All
+        is written beside what is there, and moved in place as one, see [`FolderUpdate`]."""
         self.engram_fields()  # whatever can be wrong with them is raised before a file is written
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        bound = inspect.signature(super().save_pretrained).bind_partial(save_directory, *args, **kwargs).arguments
+        options = bound | bound.pop("kwargs", {})
+        # Of a file, Transformers says that it is no folder.
+        if is_staged(save_directory) or os.path.isfile(save_directory):
+            return super().save_pretrained(**options)
+        if options.get("push_to_hub"):
+            options.setdefault("repo_id", os.path.basename(os.path.abspath(save_directory)))
+        with FolderUpdate(save_directory) as update:
+            files = super().save_pretrained(**{**options, "save_directory": update.folder})
+        return tuple(os.path.join(save_directory, os.path.relpath(file, update.folder)) for file in files)
 
     def _save_pretrained(
         self,

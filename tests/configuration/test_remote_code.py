@@ -99,17 +99,20 @@ def test_auto_map_names_classes_of_the_folder(folder):
 
 def test_export_from_a_flat_copy_raises(folder, tmp_path):
     """Code that runs from a checkpoint folder must not export itself: Transformers copies it."""
-    name = "flat_copy_of_remote_code"
-    spec = importlib.util.spec_from_file_location(name, folder / "remote_code.py")
-    flat = importlib.util.module_from_spec(spec)
-    sys.modules[name] = flat
+    name = "flat_copy_of_code"
+    spec = importlib.util.spec_from_loader(name, None, is_package=True)
+    package = importlib.util.module_from_spec(spec)
+    package.__path__ = [str(folder)]
+    before = set(sys.modules)
+    sys.modules[name] = package
     try:
-        spec.loader.exec_module(flat)
+        flat = importlib.import_module(f"{name}.remote_code")
         assert not flat.is_installed_package()
         with pytest.raises(RuntimeError, match="installed package"):
             flat.export_code(tmp_path / "target")
     finally:
-        del sys.modules[name]
+        for loaded in set(sys.modules) - before:
+            del sys.modules[loaded]
     assert not (tmp_path / "target").exists()
 
 

@@ -12,8 +12,9 @@ from placement_helpers import MIXED, PLACEMENTS, contents, load, logits_of, weig
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from hf_engram.configuration import folder_update
+from hf_engram.configuration.folder_update import FolderUpdate
 from hf_engram.modeling_engram import table_saving, table_storage
-from hf_engram.modeling_engram.table_saving import StagedSave
 
 
 @pytest.fixture
@@ -50,15 +51,32 @@ def test_tables_get_shards_of_their_own(model, folder, ids, tmp_path, monkeypatc
             assert torch.equal(logits_of(load(target, again), ids), logits_of(model, ids))
 
 
-def test_unchanged_tables_are_shared_not_copied(folder, tmp_path, monkeypatch):
-    """The file of a table on disk is cloned or linked when it holds nothing else."""
+def test_unchanged_tables_are_not_copied(folder, ids, model, monkeypatch):
+    """In the folder that they lie in, files of tables on disk stay as they are when they hold nothing else."""
+    load(folder, "disk").save_pretrained(folder)
+    names = {weight_map(folder)[f"model.engram_memory.tables.{index}.weight"] for index in range(2)}
+    before = {name: (folder / name).stat() for name in names}
+    monkeypatch.setattr(table_saving, "write_table", None)
+    loaded = load(folder, "disk")
+    with torch.no_grad():
+        loaded.lm_head.weight.mul_(2)
+    for size in ("50GB", "20KB"):
+        loaded.save_pretrained(folder, max_shard_size=size)
+        assert names < set(weight_map(folder).values())
+        assert all(os.path.samestat((folder / name).stat(), stat) for name, stat in before.items())
+        assert {path.name for path in folder.glob("model*-of-*")} == set(weight_map(folder).values())
+        for placement in ("disk", "device"):
+            assert torch.equal(logits_of(load(folder, placement), ids), 2 * logits_of(model, ids))
+
+
+def test_a_saved_table_is_a_file_of_its_own(folder, ids, model, tmp_path):
+    """Who writes into one folder's file, in place, does not write into another's: files are cloned or copied."""
     load(folder, "disk").save_pretrained(tmp_path / "one")
-    monkeypatch.setattr(table_saving, "fcntl", None)
-    monkeypatch.setattr(table_saving, "write_tensors", None)
     load(tmp_path / "one", "disk").save_pretrained(tmp_path / "two")
     for index in range(2):
-        name = weight_map(tmp_path / "two")[f"model.engram_memory.tables.{index}.weight"]
-        assert (tmp_path / "one" / name).samefile(tmp_path / "two" / name)
+        name = weight_map(tmp_path / "one")[f"model.engram_memory.tables.{index}.weight"]
+        (tmp_path / "one" / name).write_bytes(b"x" * (tmp_path / "one" / name).stat().st_size)
+    assert torch.equal(logits_of(load(tmp_path / "two", "disk"), ids), logits_of(model, ids))
 
 
 def test_streamed_copy(folder, ids, model, tmp_path, monkeypatch):
@@ -108,7 +126,7 @@ def full_disk(*args, **kwargs):
 
 @pytest.mark.parametrize("into_source", [True, False])
 @pytest.mark.parametrize("placement", ["disk", "device"])
-@pytest.mark.parametrize("where", ["weights", "table", "index", "commit"])
+@pytest.mark.parametrize("where", ["weights", "table", "index", "shards", "code"])
 def test_interrupted_save(folder, ids, model, tmp_path, monkeypatch, where, placement, into_source):
     """A full disk or an interrupt at any point: the target is as it was, and so are source and model."""
     monkeypatch.setattr("hf_engram.modeling_engram.placement_mixin.TABLE_SHARD_BYTES", 1)
@@ -120,17 +138,20 @@ def test_interrupted_save(folder, ids, model, tmp_path, monkeypatch, where, plac
             patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
         elif where == "table":
             patch.setattr(table_saving, "write_table", full_disk)
+            patch.setattr(table_saving, "lies_in", lambda *args: None)
         elif where == "index":
             patch.setattr(table_saving, "find_tensors", full_disk)
-        else:
+        elif where == "shards":
             rename, count = os.rename, iter(range(10**6))
 
-            def third_time(source, target):
-                if ".saving-" in str(source) and Path(target).suffix == ".safetensors" and next(count) == 3:
+            def second_time(source, target):
+                if ".saving-" in str(source) and ".saving-" not in str(target) and next(count) == 1:
                     raise KeyboardInterrupt
                 return rename(source, target)
 
-            patch.setattr(table_saving.os, "rename", third_time)
+            patch.setattr(folder_update.os, "rename", second_time)
+        else:
+            patch.setattr(FolderUpdate, "_redirects", full_disk)
         with pytest.raises((OSError, KeyboardInterrupt)):
             loaded.save_pretrained(target)
     assert contents(folder) == before
@@ -139,32 +160,6 @@ def test_interrupted_save(folder, ids, model, tmp_path, monkeypatch, where, plac
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
     loaded.save_pretrained(target)
     assert torch.equal(logits_of(load(target, placement), ids), logits_of(model, ids))
-
-
-def test_killed_while_moving_in_place(folder, ids, model):
-    """A process that dies in the middle of the last step leaves a folder that does not load, and every byte of it."""
-    loaded = load(folder, "disk")
-    staged = StagedSave(folder, [])
-    super_save = table_saving.os.rename
-    loaded.save_pretrained(folder.with_name("new"))
-    for path in folder.with_name("new").iterdir():
-        shutil.copy(path, staged.folder)
-    moved = []
-
-    def rename(source, target):
-        if len(moved) >= 4:
-            raise SystemError("killed")
-        moved.append(target)
-        super_save(source, target)
-
-    before = (folder / "model.safetensors").read_bytes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_saving.os, "rename", rename)
-        with pytest.raises(SystemError):
-            staged.commit()
-    with pytest.raises(OSError):
-        load(folder, "device")
-    assert before in [path.read_bytes() for path in folder.rglob("model.safetensors")]
 
 
 def test_full_disk_is_noticed_before_a_table_is_written(folder, tmp_path, monkeypatch):
@@ -180,36 +175,38 @@ def staged_folders(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.startswith(".saving-")]
 
 
-def leave_behind(folder: Path, files: tuple[str, ...] = ("model.safetensors",)) -> Path:
+def leave_behind(folder: Path) -> Path:
     """The folder of a save whose process is killed in the middle of it."""
     known = set(staged_folders(folder))
     child = os.fork()
     if child == 0:
         try:
-            staged = StagedSave(folder, [])
-            for name in files:
-                (staged.folder / name).parent.mkdir(exist_ok=True)
-                (staged.folder / name).write_text("half of it")
+            (FolderUpdate(folder).folder / "model.safetensors").write_text("half of it")
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = set(staged_folders(folder)) - known
-    assert all((left / name).is_file() for name in files)
+    assert (left / "model.safetensors").is_file()
     return left
 
 
-needs_locks = pytest.mark.skipif(table_saving.fcntl is None, reason="no locks here, so nothing is removed")
+def leave(update: FolderUpdate) -> None:
+    """As where the body raised."""
+    update.__exit__(KeyError, KeyError(), None)
+
+
+needs_locks = pytest.mark.skipif(folder_update.fcntl is None, reason="no locks here, so nothing is removed")
 
 
 @needs_locks
 def test_what_a_killed_save_left_is_removed_by_the_next(folder, ids, model):
     """And nothing of one that is alive, in this process or another; also where that one is new."""
-    loaded, alive = load(folder, "disk"), StagedSave(folder, [])
+    loaded, alive = load(folder, "disk"), FolderUpdate(folder)
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            other = StagedSave(folder, [])
+            other = FolderUpdate(folder)
             os.write(write_end, other.folder.name.encode())
             signal.pause()
         finally:
@@ -217,36 +214,32 @@ def test_what_a_killed_save_left_is_removed_by_the_next(folder, ids, model):
     of_child = folder / os.read(read_end, 1000).decode()
     for descriptor in (read_end, write_end):
         os.close(descriptor)
-    left = [leave_behind(folder), leave_behind(folder, (".replaced-x/model.safetensors", ".replaced-x/config.json"))]
+    left = leave_behind(folder)
     try:
         loaded.save_pretrained(folder)
-        assert set(staged_folders(folder)) == {alive.folder, of_child} and not any(path.exists() for path in left)
+        assert set(staged_folders(folder)) == {alive.folder, of_child} and not left.exists()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    alive.abandon()
+    leave(alive)
     loaded.save_pretrained(folder)
     assert not staged_folders(folder)
     assert torch.equal(logits_of(load(folder, "device"), ids), logits_of(model, ids))
 
 
 @needs_locks
-def test_what_is_left_may_be_needed(folder, model, tmp_path):
-    """Kept are the only copy of what a killed save was about to replace, what may be another machine's, and what a
-    save finds that fails."""
-    only_copy = leave_behind(folder, (".replaced-x/model.fp16.safetensors",))
+def test_what_is_left_may_be_needed(folder, model):
+    """Kept are what may be another machine's, and what a save finds that fails."""
     elsewhere = folder / ".saving-another-machine-x"
     elsewhere.mkdir()
-    model.save_pretrained(folder)
-    assert set(staged_folders(folder)) == {only_copy, elsewhere}
-    model.save_pretrained(folder, variant="fp16")
-    assert staged_folders(folder) == [elsewhere]
     left = leave_behind(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
         with pytest.raises(OSError):
             model.save_pretrained(folder)
     assert set(staged_folders(folder)) == {left, elsewhere}
+    model.save_pretrained(folder)
+    assert staged_folders(folder) == [elsewhere]
 
 
 @needs_locks
@@ -257,10 +250,10 @@ def test_without_locks_nothing_is_removed(folder, model, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(table_saving.fcntl, "flock", flock)
+        patch.setattr(folder_update.fcntl, "flock", flock)
         model.save_pretrained(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(table_saving, "fcntl", None)
+        patch.setattr(folder_update, "fcntl", None)
         model.save_pretrained(folder)
     assert staged_folders(folder) == [left]
 
@@ -268,19 +261,19 @@ def test_without_locks_nothing_is_removed(folder, model, monkeypatch):
 @needs_locks
 def test_a_folder_that_is_taken_before_it_is_locked(folder, model, monkeypatch):
     """Then the save makes another."""
-    make, made = table_saving.tempfile.mkdtemp, []
+    make, made = folder_update.tempfile.mkdtemp, []
 
     def make_and_lose(prefix, dir):
         made.append(Path(make(prefix=prefix, dir=dir)))
         if len(made) == 1:
             os.rmdir(made[0])
         elif len(made) == 2:
-            taken.append(table_saving.lock_folder(made[1]))
+            taken.append(folder_update.lock_folder(made[1]))
         return str(made[-1])
 
     taken: list[int] = []
-    monkeypatch.setattr(table_saving.tempfile, "mkdtemp", make_and_lose)
-    staged = StagedSave(folder, [])
-    assert len(made) == 3 and staged.folder == made[2]
+    monkeypatch.setattr(folder_update.tempfile, "mkdtemp", make_and_lose)
+    update = FolderUpdate(folder)
+    assert len(made) == 3 and update.folder == made[2]
     os.close(taken[0])
-    staged.abandon()
+    leave(update)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_engram import EngramTokenizer
-from hf_engram.tokenization.token_map import TOKEN_MAP_FILE
+from hf_engram.configuration.folder_update import TOKEN_MAP_FILE
 
 
 BUILD = "hf_engram.tokenization.tokenization_engram.build_token_map"

@@ -162,8 +162,13 @@ class EngramMemory(AdapterRows):
         if "disk" in values:
             self.check_without_rows("moved to disk")
         self.prefetched.clear()
-        for table, value in zip(self.tables, values, strict=True):
+        # All or none: what can go wrong goes wrong before the first one moves.
+        moves = [
             table.to_placement(value, self.home.device, self.home.dtype)
+            for table, value in zip(self.tables, values, strict=True)
+        ]
+        for move in moves:
+            move()
         self.config.engram_placement = placement if isinstance(placement, str) else values
         return self
 
@@ -179,4 +184,11 @@ class EngramMemory(AdapterRows):
                 not divide the row.
         """
         self.check_without_rows("quantised")
-        return [table.quantise(self.config.engram_scale_block_size) for table in self.tables]
+        block_size = self.config.engram_scale_block_size
+        for table in self.tables:
+            table.check_can_quantise(block_size)
+        # All or none: an infinite number may be in the last one.
+        quantised = [table.quantised(block_size) for table in self.tables]
+        for table, (weight, scale, _) in zip(self.tables, quantised, strict=True):
+            table.set_weights(weight, scale)
+        return [errors for *_, errors in quantised]

@@ -1,5 +1,7 @@
 """One Engram table, wherever it lives: beside the model, in host memory, or on disk; float or fp8."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,17 +168,21 @@ class EngramTable(nn.Embedding):
                 f"{[self.num_embeddings, self.embedding_dim]}: it is another model's, or config.json was changed."
             )
 
-    def to_placement(self, placement: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Moves the table; see [`EngramMemory.to_placement`]. `dtype` is that of a float table beside the model."""
+    def to_placement(self, placement: str, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+        """Prepares to move the table; see [`EngramMemory.to_placement`]. `dtype` is that of a float table beside the
+        model.
+
+        Returns:
+            a function that moves it; what can go wrong has been done by then.
+        """
         if placement == self.placement:
-            return
+            return lambda: None
         if self.weight is None and self.disk is None:
             raise ValueError(
                 f"The table is not loaded yet, so it cannot move to {placement!r}: use `from_pretrained`."
             )
         if placement == "disk":
-            self.open(self._same_on_disk())
-            return
+            return partial(self.open, self._same_on_disk())
         if self.disk is not None:
             weight, scale = (read_tensor(tensor) for tensor in (*self.disk.tensors, None)[:2])
         else:
@@ -186,8 +192,12 @@ class EngramTable(nn.Embedding):
             scale = None if scale is None else scale.to(device)
         else:
             weight, scale = (None if tensor is None else host_copy(tensor) for tensor in (weight, scale))
-        self.disk, self.placement = None, placement
-        self.set_weights(weight, scale)
+
+        def move() -> None:
+            self.disk, self.placement = None, placement
+            self.set_weights(weight, scale)
+
+        return move
 
     def _same_on_disk(self) -> DiskTable:
         """The file that the table came from, if the table is still what it says."""
@@ -207,19 +217,23 @@ class EngramTable(nn.Embedding):
                     raise ValueError(f"The table is not what {tensor.entry.path} holds (any more): {remedy}")
         return disk
 
-    @torch.no_grad()
-    def quantise(self, block_size: int) -> dict[str, float]:
-        """Turns a float table into fp8; see [`EngramMemory.quantize_tables`].
-
-        Returns:
-            `dict`: `max_abs_error`, `rms_error`, and `relative_rms_error`, which is rms_error over the table's rms.
-        """
+    def check_can_quantise(self, block_size: int) -> None:
+        """Raises unless it is a float table in memory whose rows divide into blocks."""
         if self.is_quantised:
             raise ValueError("The table is quantised already.")
         if self.weight is None:
             raise ValueError("A table on disk is never written to: `to_placement('cpu')` first, then quantise.")
+        check_block_size(self.embedding_dim, block_size)
+
+    @torch.no_grad()
+    def quantised(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        """A float table in fp8, and its scales, see [`EngramMemory.quantize_tables`]; the table stays as it is.
+
+        Returns:
+            `weight` float8_e4m3fn `[rows, dim]`, `scale` float8_e8m0fnu `[rows, dim / block_size]`, and a `dict`:
+            `max_abs_error`, `rms_error`, and `relative_rms_error`, which is rms_error over the table's rms.
+        """
         rows, dim = self.weight.shape
-        check_block_size(dim, block_size)
         place = {"device": self.weight.device} if self.placement == "device" else None
         new = torch.empty if place else host_empty
         weight = new(rows, dim, dtype=TABLE_DTYPE, **(place or {}))
@@ -237,13 +251,16 @@ class EngramTable(nn.Embedding):
             largest = max(largest, error.abs().max().item())
             squares += error.double().square().sum().item()
             signal += values.double().square().sum().item()
-        self.set_weights(weight, scale)
         size = rows * dim
-        return {
-            "max_abs_error": largest,
-            "rms_error": (squares / size) ** 0.5,
-            "relative_rms_error": (squares / signal) ** 0.5 if signal else 0.0,
-        }
+        return (
+            weight,
+            scale,
+            {
+                "max_abs_error": largest,
+                "rms_error": (squares / size) ** 0.5,
+                "relative_rms_error": (squares / signal) ** 0.5 if signal else 0.0,
+            },
+        )
 
 
 def check_block_size(dim: int, block_size: int) -> None:

@@ -4,6 +4,7 @@ import inspect
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .hyper_connection import HyperConnection
 from .live_tokens import live_tokens
 from .model_card import CARD_FILE, is_somebodys, write_model_card
 from .ngram_hasher import NgramHasher
+from .ops.gather_rows import TABLE_DTYPE
 from .table_saving import add_tables
 
 
@@ -194,6 +196,23 @@ class EngramPreTrainedModel(EngramAdapterMixin, PreTrainedModel):
         # Where the Hub has no card yet, Transformers has just put one without content over ours.
         write_model_card(self, working_dir, name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any):
+        """As `nn.Module.load_state_dict`; what does not fit is refused before anything is copied."""
+        own = self.state_dict()
+        unfit = [
+            f"{name}: {tensor.dtype} {list(tensor.shape)}, the model's is {own[name].dtype} {list(own[name].shape)}"
+            for name, tensor in state_dict.items()
+            if name in own
+            and (tensor.shape != own[name].shape or (tensor.dtype == TABLE_DTYPE) != (own[name].dtype == TABLE_DTYPE))
+        ]
+        if unfit:
+            raise RuntimeError(
+                f"The state dict is not of this {type(self).__name__}, and nothing of it was loaded: "
+                f"{'; '.join(unfit[:4])}{'; ...' if len(unfit) > 4 else ''}. An fp8 table and a float one do not "
+                "convert by copying: use `quantize_tables()`, or load the other checkpoint."
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def bind_tokenizer(self, tokenizer: Any) -> "EngramPreTrainedModel":
         """Installs the tokenizer's map from token ids to compressed ids.

@@ -96,7 +96,7 @@ def contents(model: EngramForCausalLM) -> tuple:
     """Config and weights, wherever they are."""
     fields = {"hidden_size", "num_hidden_layers", "tie_word_embeddings", "engram_vocab_size"}
     for table in model.engram_memory.tables:
-        table.to_placement("cpu", torch.device("cpu"), torch.float32)
+        table.to_placement("cpu", torch.device("cpu"), torch.float32)()
     tensors = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
     return tuple(getattr(model.config, name) for name in sorted(fields)), tuple(sorted(tensors.items()))
 

@@ -72,6 +72,16 @@ class TouchedRows:
         self.parts = [(rows, values.to(dtype)) for rows, values in self.parts]
 
 
+class NamesOfAdapters(dict):
+    """In the place of modules by adapter, which PEFT looks into."""
+
+    def named_parameters(self) -> Any:
+        raise ValueError(
+            f"The adapters {', '.join(self)} have table rows, which cannot be converted to LoRA: convert one that was "
+            "trained without (`unfreeze_tables`)."
+        )
+
+
 class AdapterRows(PeftWrapper):
     """Base class of the memory: what PEFT asks of it.
 
@@ -108,8 +118,8 @@ class AdapterRows(PeftWrapper):
     # What PEFT reads.
 
     @property
-    def modules_to_save(self) -> dict[str, str]:
-        return {name: name for name in self._adapters}
+    def modules_to_save(self) -> NamesOfAdapters:
+        return NamesOfAdapters.fromkeys(sorted(self._adapters))
 
     @property
     def active_adapter(self) -> list[str]:
@@ -369,8 +379,8 @@ class AdapterRows(PeftWrapper):
             self.load_rows(name, TableDelta.from_adapter(tensors, path))
         elif tensors:
             raise ValueError(
-                f"{path} holds table rows, but PEFT has not said for which adapter: it was installed after the model's "
-                "code was loaded (restart Python), or is older than 0.19 (update it)."
+                f"{path} holds table rows, but PEFT has not said for which adapter: it was installed after the "
+                "model's code was loaded (restart Python), or is older than 0.19 (update it)."
             )
         elif name in self._adapters:
             raise ValueError(

@@ -15,6 +15,7 @@ from peft import (
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
+    convert_to_lora,
     get_peft_model,
     get_peft_model_state_dict,
 )
@@ -417,3 +418,11 @@ def test_size(lively_model, random_ids, tmp_path):
     hash_ids = model.get_base_model().compute_hash_ids(ids)
     for index, touched in enumerate(find_memory(model)._touched):
         assert torch.equal(touched.sorted()[0], hash_ids[:, :, index].unique())
+
+
+def test_conversion_to_lora_is_refused(lively_model):
+    """PEFT's `convert_to_lora` would leave the rows out."""
+    model = get_peft_model(lively_model(), LoHaConfig(r=2, target_modules=["q_proj"]))
+    unfreeze_tables(model)
+    with pytest.raises(ValueError, match="default have table rows, which cannot be converted"):
+        convert_to_lora(model, rank=2)

@@ -92,7 +92,10 @@ PAGES = [
         "optim.md",
         "Optimizer",
         imported_from("hf_engram.optim"),
-        {"hf_engram/optim.py": ["EngramOptimizer", "trainer_optimizer", "clip_grad_norm_"]},
+        {
+            "hf_engram/optim.py": ["EngramOptimizer", "trainer_optimizer"],
+            "hf_engram/optim_clipping.py": ["clip_grad_norm_"],
+        },
     ),
     Page(
         "adapters.md",

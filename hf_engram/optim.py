@@ -47,7 +47,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .optim_clipping import clip_grad_norm_, coalesced, teach_torch_sparse_norms
 from .optim_kernels import random_key, update_rows
+from .table_shards import (
+    check_sharded_by_rows,
+    first_row,
+    holds_everywhere,
+    is_sharded,
+    local_part,
+    moved_beside,
+    zeros_beside,
+)
 
 
 if TYPE_CHECKING:
@@ -64,8 +74,6 @@ NORM_NAME = re.compile(r"(?:^|\.)engram\.[qk]_weight$")
 FUSED_DEVICES = ("cpu", "cuda", "xpu")
 TABLE_STATE = {"second_moment": torch.float32, "last_step": torch.int32}
 MOMENTUM_STATE = {"momentum": torch.bfloat16, "momentum_weight": torch.float32}
-# What torch has been taught; a library that is let go takes its functions along.
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def _check_number(name: str, value: float, low: float, high: float = math.inf, low_allowed: bool = True) -> None:
@@ -75,94 +83,6 @@ def _check_number(name: str, value: float, low: float, high: float = math.inf, l
     if not (low <= number if low_allowed else low < number) or not number < high:
         bounds = f"{'at least' if low_allowed else 'above'} {low:g} and below {high:g}"
         raise ValueError(f"`{name}` must be {bounds}, got {value!r}.")
-
-
-def _coalesced(grad: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient with each row once; sums are made in fp32 at least."""
-    if grad.is_coalesced():
-        return grad
-    return grad.to(torch.promote_types(grad.dtype, torch.float32)).coalesce()
-
-
-def _teach_torch_sparse_norms() -> None:
-    """Gives `torch.linalg.vector_norm` the sparse tensors that it lacks (torch 2.13), once in a process.
-
-    With it, `torch.nn.utils.clip_grad_norm_` takes sparse gradients, and so do accelerate and the Trainer, which call
-    it at each step and offer no other.
-    """
-    missing = [
-        key
-        for key in ("SparseCPU", "SparseCUDA")
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::linalg_vector_norm", key)
-    ]
-    if not missing:
-        return
-
-    def vector_norm(tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
-        if dim is not None or keepdim or ord <= 0:
-            raise NotImplementedError("Of a sparse tensor there are norms over all elements, of an order above zero.")
-        values = _coalesced(tensor).values()
-        return torch.linalg.vector_norm(values, ord, dtype=dtype or tensor.dtype)
-
-    library = torch.library.Library("aten", "IMPL")
-    for key in missing:
-        library.impl("linalg_vector_norm", vector_norm, key)
-    _LIBRARIES.append(library)
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for gradients of which some are sparse; the value is that of dense ones.
-
-    Sparse gradients stay sparse, and coalesced if they were; of those that were not (after accumulation) the sums of
-    the rows count, not what they are sums of.
-
-    Args:
-        parameters: a model or parameters; those without a gradient are left out.
-        max_norm: gradients are scaled down to this norm if theirs is larger; infinity measures only.
-        norm_type: order of the norm, above zero; infinity for the largest absolute value.
-        error_if_nonfinite: raise if the norm is NaN or infinite, before anything is scaled.
-
-    Returns:
-        The norm before clipping, a scalar.
-    """
-    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
-        raise ValueError(f"`norm_type` must be above zero, got {norm_type!r}.")
-    if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise ValueError(f"`max_norm` must be at least zero, got {max_norm!r}.")
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    sparse = [parameter.grad for parameter in parameters if parameter.grad.is_sparse]
-    dense = [parameter for parameter in parameters if not parameter.grad.is_sparse]
-    norms = []
-    for grad in sparse:
-        values = _coalesced(grad).values()
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        norms.append(torch.linalg.vector_norm(values, norm_type, dtype=dtype))
-    if dense or not norms:
-        norms.append(torch.nn.utils.get_total_norm([parameter.grad for parameter in dense], norm_type))
-    # Not in the dtype of the gradients, which may be bf16.
-    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[-1].device, dtype) for norm in norms]), norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The gradients' norm is {total.item()}; nothing was clipped. Skip this step (`zero_grad()`), or look for "
-            "what made the loss not finite."
-        )
-    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total)
-    # As torch does; the mark that a gradient is coalesced would not survive `grad.mul_`.
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in sparse:
-        grad._values().mul_(factor.to(grad.device))
-    return total
 
 
 def _split_named(named: Iterable[tuple[str, torch.Tensor]], weight_decay: float) -> list[dict[str, Any]]:
@@ -184,11 +104,19 @@ def _split_named(named: Iterable[tuple[str, torch.Tensor]], weight_decay: float)
 
 
 def _named_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """A model's parameters, unless tables are missing among them that are meant to be trained.
+    """A model's parameters, unless tables are missing among them that are meant to be trained, or cannot be.
 
     Raises:
-        ValueError: float tables are on disk, while the gates that read them are trained.
+        ValueError: float tables are on disk, while the gates that read them are trained; or tables are sharded, and
+            meant to get sparse gradients.
     """
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "sparse", False) and weight is not None and is_sharded(weight):
+            raise ValueError(
+                f"{name} is sharded over processes, which no sparse gradient can be: call `backward` with "
+                "`model.engram_memory.sparse_grad = False`, and the gradients of all rows are added up and sharded."
+            )
     on_disk = [
         name
         for name, module in model.named_modules()
@@ -209,6 +137,11 @@ class EngramOptimizer(Optimizer):
     One object with one list of parameter groups: learning rate schedulers, accelerate and the Trainer see an ordinary
     optimizer. The rule for tables is in this module's docstring. Parameters without a gradient are left alone, and
     their clocks stand still.
+
+    Tables that are sharded by rows over processes (FSDP2, `fully_shard`) take the same steps: each process updates,
+    and keeps the state of, the rows that it holds. They have dense gradients: leave `engram_memory.sparse_grad` off. Give
+    the optimizer the model when it is sharded, and save its state as `torch.distributed.checkpoint` does. Tables of
+    bf16 are rounded to other random bits than in one process.
 
     A gradient of a table that is not finite (or whose norm exceeds fp32) raises FloatingPointError before any
     parameter, of a table or not, is changed; `zero_grad()` and go on to skip such a step. Checking this is one
@@ -282,7 +215,7 @@ class EngramOptimizer(Optimizer):
             self.state.update(self.dense.state)
         self._built = True
         self._link()
-        _teach_torch_sparse_norms()
+        teach_torch_sparse_norms()
 
     def _make_dense(self, groups: list[dict[str, Any]]) -> Optimizer:
         options = dict(self._dense_options)
@@ -366,6 +299,7 @@ class EngramOptimizer(Optimizer):
                     f"A table must be [rows, d] of fp32, bf16, fp16 or fp64, got {list(table.shape)} of {table.dtype}."
                     " Quantised tables are frozen: leave them out."
                 )
+            check_sharded_by_rows(table)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; `param_group` as in `params` of the constructor. A group of both kinds becomes several."""
@@ -401,7 +335,7 @@ class EngramOptimizer(Optimizer):
         for group in self.param_groups:
             for table in group["params"] if group["table"] else ():
                 if table.grad is not None:
-                    updates.append((group, table, number, *_rows_of(table.grad)))
+                    updates.append((group, table, number, *_rows_of(local_part(table.grad))))
                 number += 1
         self._check_finite(updates)
         if self.dense is not None:
@@ -417,15 +351,23 @@ class EngramOptimizer(Optimizer):
         for *_, grads in updates:
             dtype = torch.promote_types(grads.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(grads, dtype=dtype))
-        if not norms or torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all():
+        finite = not norms or bool(torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all())
+        if holds_everywhere(finite, (table for _, table, *_ in updates)):
             return
+        remedy = (
+            "No parameter was changed. To skip this step call `zero_grad()` and go on; to prevent it, lower `lr`, or "
+            "clip gradients."
+        )
+        if finite:
+            raise FloatingPointError(
+                f"The gradient of a table, of rows that another process holds, is not finite. {remedy}"
+            )
         wrong = next(index for index, norm in enumerate(norms) if not norm.isfinite())
         _, table, number, rows, grads = updates[wrong]
-        bad = rows[~grads.float().square().sum(1).isfinite()]
+        bad = rows[~grads.float().square().sum(1).isfinite()] + first_row(table)
         raise FloatingPointError(
             f"The gradient of table {number} ({list(table.shape)}) is not finite, or its norm exceeds fp32: rows "
-            f"{bad[:5].tolist()}{' and others' if len(bad) > 5 else ''}. No parameter was changed. To skip this step "
-            "call `zero_grad()` and go on; to prevent it, lower `lr`, or clip gradients."
+            f"{bad[:5].tolist()}{' and others' if len(bad) > 5 else ''}. {remedy}"
         )
 
     def _step_table(
@@ -438,21 +380,22 @@ class EngramOptimizer(Optimizer):
         for name, dtype in used.items():
             if name not in state:
                 shape = table.shape if name == "momentum" else table.shape[:1]
-                state[name] = torch.zeros(shape, dtype=dtype, device=table.device)
+                state[name] = zeros_beside(table, shape, dtype)
         state["step"] += 1
         lr, beta = float(group["lr"]) * group["lr_multiplier"], group["beta"]
         update_rows(
-            table,
+            local_part(table),
             rows,
             grads,
-            {name: state[name] for name in used},
+            {name: local_part(state[name]) for name in used},
             step=state["step"],
             rate=lr / math.sqrt(1 - beta),
             beta=beta,
             momentum=group["momentum"],
             eps=group["eps"],
             decay=1 - lr * group["weight_decay"],
-            key=random_key(group["seed"], number, state["step"]),
+            # Parts of a table differ in their random bits.
+            key=random_key(group["seed"], number + (first_row(table) << 16), state["step"]),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -487,7 +430,7 @@ class EngramOptimizer(Optimizer):
                     f"`state_dict` holds `{name}` of {list(saved[name].shape)} for a table of {list(table.shape)}, "
                     f"which needs {list(shape)}: it belongs to a model of other tables."
                 )
-            state[name] = saved[name].to(device=table.device, dtype=dtype, copy=True)
+            state[name] = moved_beside(saved[name], table, dtype)
         return state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -505,7 +448,7 @@ class EngramOptimizer(Optimizer):
 def _rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a table's gradient: the rows int64 [n] that have one, and theirs [n, d]."""
     if grad.is_sparse:
-        grad = _coalesced(grad)
+        grad = coalesced(grad)
         return grad.indices()[0], grad.values()
     rows = (grad != 0).any(1).nonzero().squeeze(1)
     return rows, grad.index_select(0, rows)
@@ -531,3 +474,6 @@ def trainer_optimizer(args: TrainingArguments, **options: Any) -> tuple[Callable
     if options.get("dense_cls") is None:
         settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return _trainer_factory, {**settings, **options}
+
+
+__all__ = ["EngramOptimizer", "clip_grad_norm_", "trainer_optimizer"]

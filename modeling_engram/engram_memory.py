@@ -43,6 +43,13 @@ class EngramMemory(AdapterRows):
 
     @sparse_grad.setter
     def sparse_grad(self, value: bool) -> None:
+        # A DTensor, which only the package's optimizer needs to know.
+        if value and any(hasattr(table.weight, "device_mesh") for table in self.tables.modules()
+                         if isinstance(table, EngramTable)):  # fmt: skip
+            raise ValueError(
+                "The tables are sharded over processes (FSDP2), which no sparse gradient can be: leave "
+                "`sparse_grad = False`, and the gradients of all rows are added up and sharded."
+            )
         for table in self.tables.modules():
             if isinstance(table, EngramTable):
                 table.sparse = value

@@ -139,9 +139,9 @@ class EngramOptimizer(Optimizer):
     their clocks stand still.
 
     Tables that are sharded by rows over processes (FSDP2, `fully_shard`) take the same steps: each process updates,
-    and keeps the state of, the rows that it holds. They have dense gradients: leave `engram_memory.sparse_grad` off. Give
-    the optimizer the model when it is sharded, and save its state as `torch.distributed.checkpoint` does. Tables of
-    bf16 are rounded to other random bits than in one process.
+    and keeps the state of, the rows that it holds. They have dense gradients: leave `engram_memory.sparse_grad` off.
+    Give the optimizer the model when it is sharded, and save its state as `torch.distributed.checkpoint` does. Tables
+    of bf16 are rounded by other random bits than in one process.
 
     A gradient of a table that is not finite (or whose norm exceeds fp32) raises FloatingPointError before any
     parameter, of a table or not, is changed; `zero_grad()` and go on to skip such a step. Checking this is one

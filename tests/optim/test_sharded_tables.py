@@ -15,8 +15,8 @@ SECONDS = 240  # for both processes and all cases
 WAYS = ["own", "sharded", "full", "whole"]
 # Gradients, of about 1 in fp64, differ by the order of their sums: 1e-14 at most. A row's step is 0.05 (lr * 5 over
 # the root of 1 - beta) times the gradient over a root, at least eps = 1e-6: so it differs by 5e-10, and an element's
-# under Adam, with 1e-3 and 1e-8, by 1e-9. The rows' second moment is fp32, where an error may cost one more rounding, 1.2e-7
-# of it: half of that in its root, so 3e-9 in a step. Four steps of both: 1.6e-8.
+# under Adam, with 1e-3 and 1e-8, by 1e-9. The rows' second moment is fp32, where an error may cost one more rounding,
+# 1.2e-7 of it: half of that in its root, so 3e-9 in a step. Four steps of both: 1.6e-8.
 TOLERANCE = {"rtol": 1e-7, "atol": 2e-8}
 
 

@@ -2,13 +2,16 @@
 
 A safetensors file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes. A table is
 memory-mapped read-only where it lies, whatever else the file holds; nothing is unpickled, copied, or written beside
-it. Before rows are read, a sample of them shows whether the kernel has them cached. If so, they are copied when they
+it. The mapping is never touched by the process itself, which a page beyond the end of a file that was truncated would
+end: the kernel copies rows out of it, through a pipe, many at a time (`writev`), and says if it cannot. Before rows
+are read, a sample of them shows whether the kernel has them cached. If so, they are copied when they
 are asked for. If not, the kernel is asked to read them ahead, all at once and, where they are many, from several
 threads, which keeps the drive's queue full.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -152,16 +155,15 @@ class MappedTensor:
         self._map = mmap.mmap(self.file, entry.stop - start, access=mmap.ACCESS_READ, offset=start)
         if hasattr(mmap, "MADV_RANDOM"):
             self._map.madvise(mmap.MADV_RANDOM)
-        data = np.frombuffer(self._map, np.uint8, entry.stop - entry.start, self._skip)
-        self.bytes = data.reshape(-1, self.row_bytes)
+        self._address = np.frombuffer(self._map, np.uint8, 1, self._skip).ctypes.data
 
     @staticmethod
     def _identity(stat: os.stat_result) -> tuple[int, ...]:
         return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
     def check(self) -> None:
-        """Raises unless the file is as it was when it was opened. Called before every read: a page beyond the end of
-        a file that was truncated would end the process.
+        """Raises unless the file is as it was when it was opened. Called before and after every read: what was written
+        over in between are no rows of this table.
 
         Raises:
             RuntimeError: truncated, written to, replaced or removed since.
@@ -204,9 +206,49 @@ class MappedTensor:
             advise(advice, start, size)
 
     def gather(self, row_ids: np.ndarray, out: np.ndarray) -> None:
-        """Copies rows (int64 `[N]`, known to be in range) into `out`, uint8 `[N, row_bytes]`."""
-        # "clip" is what copies straight into `out`, without holding Python's lock.
-        np.take(self.bytes, row_ids, axis=0, out=out, mode="clip")
+        """Copies rows (int64 `[N]`, known to be in range) into `out`, uint8 `[N, row_bytes]`.
+
+        Raises:
+            RuntimeError: the file was truncated, written to, replaced or removed since it was opened.
+        """
+        if len(row_ids):
+            (self._gather if writev is not None else self._gather_by_reads)(row_ids, memoryview(out.reshape(-1)))
+        self.check()
+
+    def _gather(self, row_ids: np.ndarray, out: memoryview) -> None:
+        source, target = pipe_of_thread()
+        vectors = np.empty((len(row_ids), 2), np.uint64)
+        vectors[:, 0], vectors[:, 1] = self._address + row_ids * self.row_bytes, self.row_bytes
+        address, done = vectors.ctypes.data, 0
+        while done < len(out):
+            row, part = divmod(done, self.row_bytes)
+            if part:
+                vectors[row] = (
+                    int(vectors[row, 0]) + int(vectors[row, 1]) - self.row_bytes + part,
+                    self.row_bytes - part,
+                )
+            # As much as the pipe holds.
+            copied = writev(target, address + row * vectors.itemsize * 2, min(len(row_ids) - row, IOV_MAX))
+            if copied <= 0:
+                error = ctypes.get_errno()
+                self.check()
+                raise RuntimeError(
+                    f"{self.entry.path} cannot be read, rows of {self.entry.name}: {os.strerror(error)}."
+                )
+            end = done + copied
+            while done < end:
+                done += os.readv(source, [out[done:end]])
+
+    def _gather_by_reads(self, row_ids: np.ndarray, out: memoryview) -> None:
+        size = self.row_bytes
+        with _lock:
+            for at, start in enumerate((self.entry.start + row_ids * size).tolist()):
+                os.lseek(self.file, start, os.SEEK_SET)
+                data = os.read(self.file, size)
+                if len(data) != size:
+                    self.check()
+                    raise RuntimeError(f"{self.entry.path} ended early while {self.entry.name} was read.")
+                out[at * size : (at + 1) * size] = data
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """The whole tensor in blocks of rows, each `[n, columns]`, read past the mapping."""
@@ -325,6 +367,29 @@ class DiskRows:
         return weight, scale[0] if scale else None
 
 
+# The kernel's, from the C library of the process; None where there is none. Both sides release Python's lock.
+writev = getattr(ctypes.CDLL(None, use_errno=True), "writev", None) if os.name == "posix" else None
+if writev is not None:
+    writev.argtypes, writev.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int], ctypes.c_ssize_t
+IOV_MAX = 1024
+_pipes = threading.local()
+
+
+class _Pipe:
+    def __init__(self) -> None:
+        self.ends = os.pipe()
+        os.set_blocking(self.ends[1], False)
+        for end in self.ends:
+            weakref.finalize(self, os.close, end)
+
+
+def pipe_of_thread() -> tuple[int, int]:
+    """The ends of a pipe that no other thread uses: to read from, and to write to without waiting."""
+    if not hasattr(_pipes, "pipe"):
+        _pipes.pipe = _Pipe()
+    return _pipes.pipe.ends
+
+
 # Tables that are open, for whoever opens them again; and the threads that read. Both start anew in a forked process.
 _open_tables: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -332,8 +397,8 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def _after_fork() -> None:
-    global _lock, _pool
-    _lock, _pool = threading.Lock(), None
+    global _lock, _pool, _pipes
+    _lock, _pool, _pipes = threading.Lock(), None, threading.local()
 
 
 if hasattr(os, "register_at_fork"):

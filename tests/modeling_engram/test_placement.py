@@ -264,8 +264,9 @@ def test_huge_table(tiny_config, tmp_path, beside):
     assert size > 2**38 and file.stat().st_blocks * 512 < 2**20
     assert torch.isfinite(logits_of(loaded, torch.randint(3, 96, (1, 50)))).all()
     if not beside:
-        loaded.save_pretrained(tmp_path / "again")
-        assert load(tmp_path / "again", "disk").engram_memory.tables[0].disk.rows == rows
+        # Into the same folder: no table is copied, for which there is no room.
+        loaded.save_pretrained(tmp_path)
+        assert load(tmp_path, "disk").engram_memory.tables[0].disk.rows == rows
 
 
 # Training.

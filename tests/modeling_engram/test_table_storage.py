@@ -187,6 +187,80 @@ def test_file_that_changes_while_open(path, change, word):
         table.request(np.array([ROWS - 1]))
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("count", [3, 2000])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1000), "truncated"),
+        (lambda path: os.truncate(path, 4096), "truncated"),
+        (lambda path: (shutil.copy(path, f"{path}2"), os.replace(f"{path}2", path)), "replaced"),
+        (lambda path: path.write_bytes(b"x" * path.stat().st_size), "written to"),
+        (lambda path: path.unlink(), "removed"),
+    ],
+    ids=["truncated", "truncated to a page", "replaced", "written", "removed"],
+)
+def test_file_that_changes_while_it_is_read(path, monkeypatch, change, word, count, moment):
+    """Between the request and the read, and between the read and its end: an error, no other rows, and no signal."""
+    os.utime(path, (1, 1))
+    table, gather, once = open_table(path, "table"), table_storage.MappedTensor._gather, []
+
+    def change_and_gather(self, row_ids, out):
+        if moment == "after":
+            gather(self, row_ids, out)
+        if not once:
+            once.append(change(path))
+        if moment == "before":
+            gather(self, row_ids, out)
+
+    monkeypatch.setattr(table_storage.MappedTensor, "_gather", change_and_gather)
+    request = table.request(np.arange(ROWS - count, ROWS))
+    with pytest.raises(RuntimeError, match=rf"x\.safetensors.*table.*({word})"):
+        request.result()
+
+
+@pytest.mark.skipif(table_storage.writev is None, reason="rows are read one by one here")
+@pytest.mark.parametrize("dim", [1, 24, 5000, 40000])
+def test_rows_that_do_not_fit_the_pipe(tmp_path, dim):
+    """Rows of any width, more of them than one call takes; after an error, the next read is right."""
+    rows = 3000 if dim < 100 else 20
+    weight = random_table(rows, dim)
+    path, other = tmp_path / "t.safetensors", tmp_path / "o.safetensors"
+    for file in (path, other):
+        save_file({"w": weight}, file)
+    table, broken = open_table(path, "w"), open_table(other, "w")
+    ids = np.sort(np.random.default_rng(0).choice(rows, rows - 3, replace=False))
+    assert torch.equal(rows_of(table, ids), weight[ids])
+    with pytest.raises(RuntimeError):
+        os.truncate(other, 4096)
+        broken.weight.gather(ids, np.empty((len(ids), 4 * dim), np.uint8))
+    assert torch.equal(rows_of(table, ids), weight[ids])
+
+
+def test_without_writev(path, monkeypatch):
+    monkeypatch.setattr(table_storage, "writev", None)
+    table, ids = open_table(path, "table"), np.arange(0, ROWS, 7)
+    assert torch.equal(rows_of(table, ids), random_table()[ids])
+    os.truncate(path, 4096)
+    with pytest.raises(RuntimeError, match="truncated"):
+        table.weight.gather(ids, np.empty((len(ids), 4 * DIM), np.uint8))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forked_process_has_pipes_of_its_own(path):
+    table, ids = open_table(path, "table"), np.arange(0, ROWS, 2)
+    assert torch.equal(rows_of(table, ids[:3]), random_table()[ids[:3]])
+    child = os.fork()
+    if child == 0:
+        try:
+            right = all(torch.equal(rows_of(table, ids[:50]), random_table()[ids[:50]]) for _ in range(50))
+            os._exit(not right)
+        finally:
+            os._exit(2)
+    assert all(torch.equal(rows_of(table, ids[:50]), random_table()[ids[:50]]) for _ in range(50))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_truncated_file_is_not_opened(path):
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match="truncated"):

@@ -335,6 +335,7 @@ class EngramOptimizer(Optimizer):
         for group in self.param_groups:
             for table in group["params"] if group["table"] else ():
                 if table.grad is not None:
+                    check_sharded_by_rows(table)  # accelerate shards what the groups hold
                     updates.append((group, table, number, *_rows_of(local_part(table.grad))))
                 number += 1
         self._check_finite(updates)

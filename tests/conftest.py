@@ -1,6 +1,7 @@
 """Fixtures that several test files share. Each builds something small: a config, a model, a tokenizer's stand-in."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,10 +39,14 @@ TINY = {
 }
 
 
+# Test processes run side by side: one thread each, and in the processes that they start, unless the caller wants more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Test processes run side by side."""
-    torch.set_num_threads(1)
+def threads() -> None:
+    """Set, for torch may have been imported before the line above."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def make_config(**overrides) -> EngramConfig:

@@ -163,7 +163,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 base, adapter, merged, data = sys.argv[1:]
-torch.set_num_threads(1)
 expected = load_file(data)
 model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True)
 model = PeftModel.from_pretrained(model, adapter, adapter_name="first").eval()

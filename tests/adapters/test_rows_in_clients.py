@@ -273,7 +273,6 @@ from hf_engram import EngramForCausalLM
 from hf_engram.adapters import engram_tables, unfreeze_tables
 from hf_engram.optim import EngramOptimizer
 rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = get_peft_model(EngramForCausalLM.from_pretrained(f"{folder}/base"), LoraConfig(r=2, task_type="CAUSAL_LM"))

@@ -527,7 +527,6 @@ def peak_mb():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 
 folder, texts, target = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-torch.set_num_threads(1)
 before, start = peak_mb(), time.perf_counter()
 memory = load_memory(folder)
 encoded = [memory.tokenizer(text, return_tensors="pt") for text in texts]

@@ -31,7 +31,6 @@ sys.modules["hf_engram"] = None
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 request = json.load(sys.stdin)
-torch.set_num_threads(1)
 tokenizer = AutoTokenizer.from_pretrained(request["folder"], trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(request["folder"], trust_remote_code=True)
 answers = []

@@ -120,4 +120,4 @@ def environment(hub, tmp_path) -> dict[str, str]:
     """Of a process that knows this Hub alone and has an empty cache."""
     ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
-    return {**kept, **ours, "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, **ours, "HF_HUB_DISABLE_XET": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -147,7 +147,6 @@ sys.meta_path.insert(0, Blocked())
 import torch
 from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file, save_file
-torch.set_num_threads(1)
 folder, out = sys.argv[1:]
 ids = load_file(folder + "/../ids.safetensors")["ids"]
 for placement in ("cpu", "disk"):
@@ -167,7 +166,6 @@ with torch.no_grad():
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(out / "modules"),
-        "OMP_NUM_THREADS": "1",
     }
     run = [sys.executable, "-P", "-c", script, str(folder), str(out)]
     result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)

@@ -145,7 +145,6 @@ def run(case: Case, folder: Path, rank: int) -> dict:
 
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES}
     os.environ |= {name: str(number) for name, number in numbers.items()}  # as accelerate reads them
     # They find each other by a file: no port is taken.

@@ -20,7 +20,7 @@ def launch_two(*arguments: object, script: Path = SCRIPT) -> None:
     """A script in two processes, on the CPU, which nothing but the absence of another device says. torchrun finds a
     free port; it ends its processes when it is ended itself."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [*launch, *map(str, arguments)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:

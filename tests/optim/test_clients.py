@@ -41,7 +41,7 @@ def assert_same_weights(a, b) -> None:
         assert torch.equal(one, other), name
 
 
-def plain_training(model, steps: int, accumulate: int = 1) -> list[float]:
+def plain_training(model, steps: int, accumulate: int = 1, clip=clip_grad_norm_) -> list[float]:
     optimizer = EngramOptimizer(model, lr=5e-3)
     losses = []
     batches = list(DataLoader(Tokens(), batch_size=4))
@@ -50,7 +50,7 @@ def plain_training(model, steps: int, accumulate: int = 1) -> list[float]:
             loss = model(**batches[(step * accumulate + part) % 4]).loss / accumulate
             loss.backward()
         losses.append(loss.item())
-        clip_grad_norm_(model, 1.0)
+        clip(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -94,9 +94,9 @@ def test_accelerate(tiny_model, accumulate, tmp_path):
 
     epoch()
     twin = make(tiny_model)
-    plain_training(twin, 4 // accumulate, accumulate)
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    # Clipped as accelerate does: another norm's last bit would be another model a step later.
+    plain_training(twin, 4 // accumulate, accumulate, clip=torch.nn.utils.clip_grad_norm_)
+    assert_same_weights(model, twin)
     accelerator.save_state(tmp_path)
     epoch()
     expected = copy.deepcopy(model)
@@ -140,8 +140,7 @@ def test_trainer(tiny_model, tmp_path, max_grad_norm, sparse):
         assert not torch.equal(old, new)
     twin = make(tiny_model)
     trainer_of(twin, tmp_path, 4, given="optimizers", **settings).train()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert_same_weights(model, twin)
 
 
 def test_trainer_resumes_with_the_same_bits(tiny_model, tmp_path):

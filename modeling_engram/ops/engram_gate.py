@@ -61,8 +61,16 @@ def gate_and_value(
     rstd = torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     dot = (x * weight * key).sum(-1) * rstd * dim**-0.5
     # copysign, not sign: the gate at a dot product of zero is sigmoid(+-0.001), not 0.5.
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(MIN_ABS_DOT).sqrt(), dot))
-    return gate, value
+    root = dot.abs().clamp_min(MIN_ABS_DOT).sqrt()
+    return torch.sigmoid(with_sign(root, dot)), value
+
+
+def with_sign(root: torch.Tensor, dot: torch.Tensor) -> torch.Tensor:
+    """`copysign(root, dot)`, for root above zero."""
+    if not torch.compiler.is_compiling():
+        return torch.copysign(root, dot)
+    # The same, without an operation that ONNX lacks: 1 / -0 is negative, as -0 is not.
+    return torch.where(torch.where(dot == 0, dot.reciprocal(), dot) < 0, -root, root)
 
 
 def engram_gate_reference(
@@ -510,8 +518,10 @@ def _formula_will_do(hidden_states: torch.Tensor) -> bool:
     # Compilers fuse the formula themselves, and would unroll the loop over blocks. One token is a decode step, in
     # which what counts is the number of calls. Never a question of gradients: a checkpointed layer, run once without
     # and once with them, must give the same bits twice.
-    one_token = hidden_states.shape[:-2].numel() == 1
-    return one_token or torch.compiler.is_compiling() or hidden_states.is_meta
+    if torch.compiler.is_compiling() or hidden_states.is_meta:
+        return True
+    # Not to be asked of sizes that a compiler keeps open, which it would fix.
+    return hidden_states.shape[:-2].numel() == 1
 
 
 def engram_gate(

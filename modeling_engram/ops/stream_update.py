@@ -247,8 +247,8 @@ def _update(hidden_states, stream, post, comb, pre, backend):
     with without_autocast(stream.device):
         record = needs_grad(hidden_states, stream, post, comb, pre)
         # Inductor fuses the formula; and for a decode step it has the fewest operations.
-        one_token = stream.shape[:-2].numel() == 1
-        if backend == "eager" and (torch.compiler.is_compiling() or one_token):
+        # (Asked second: a compiler would fix sizes that it keeps open.)
+        if backend == "eager" and (torch.compiler.is_compiling() or stream.shape[:-2].numel() == 1):
             out = plain_stream_expand(hidden_states, stream, post, comb)
             if pre is not None:
                 collapsed = plain_stream_collapse(out, pre)

@@ -136,6 +136,10 @@ def refusals(case: Case, folder: Path, batches, rank: int) -> dict[str, bool]:
     refuses("sparse_grad", ValueError, "sparse_grad = False", make_sparse)
     columns = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 4), table.device_mesh, [Shard(1)]))
     refuses("columns", ValueError, "by rows", lambda: EngramOptimizer([{"params": [columns], "table": True}]))
+    # As accelerate does: the optimizer is made first, then its parameters are replaced.
+    early = EngramOptimizer([{"params": [torch.nn.Parameter(torch.zeros(6, 4))], "table": True}])
+    columns.grad, early.param_groups[0]["params"] = torch.ones_like(columns), [columns]
+    refuses("columns later", ValueError, "by rows", early.step)
     found["unchanged"] = all(
         torch.equal(one, whole(other)) for one, other in zip(before, model.parameters(), strict=True)
     ) and not any("second_moment" in state for state in optimizer.state.values())

@@ -124,5 +124,6 @@ def test_state_goes_on(results, alone, how):
 
 def test_refusals(results):
     """Also by the process whose own part is in order, so that no other waits for it."""
+    names = ("infinity", "sparse", "sparse_grad", "columns", "columns later", "unchanged")
     for found in results("refusals"):
-        assert found == dict.fromkeys(("infinity", "sparse", "sparse_grad", "columns", "unchanged"), True)
+        assert found == dict.fromkeys(names, True)

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, Qwen3Config
 
 from hf_engram import EngramTokenizer
+from hf_engram.configuration.folder_update import TOKEN_MAP_FILE
 from hf_engram.tokenization.ngram_hashing import build_layout
-from hf_engram.tokenization.token_map import TOKEN_MAP_FILE, load_token_map, token_map_sha256
+from hf_engram.tokenization.token_map import load_token_map, token_map_sha256
 
 
 def test_tokenizer_without_a_vocabulary_is_refused(tmp_path):

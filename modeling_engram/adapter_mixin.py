@@ -1,5 +1,6 @@
 """What a model does about PEFT's adapters: their table rows are loaded and switched, virtual tokens are refused."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from .table_delta import memory_keys
 
 class EngramAdapterMixin(EngramPlacementMixin):
     """Of an Engram model, before `PreTrainedModel`."""
+
+    def load_adapter(self, *args: Any, **kwargs: Any):
+        """As Transformers'; the memory is told, which older versions do not, whose rows will come."""
+        load = super().load_adapter
+        if self.engram_memory is not None:
+            name = inspect.signature(load).bind_partial(*args, **kwargs).arguments.get("adapter_name")
+            self.engram_memory.adapter_state_dict_load_map(name or "default")
+        return load(*args, **kwargs)
 
     @staticmethod
     def _load_pretrained_model(

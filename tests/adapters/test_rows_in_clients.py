@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
+from packaging.version import Version
 from peft import AutoPeftModelForCausalLM, PeftModel
 from rows_helpers import adapted, logits_of, lora, same, tables_of, train
 from safetensors.torch import load_file, save_file
@@ -66,6 +68,8 @@ def make_trainer(base_folder, random_ids, tmp_path):
 @pytest.mark.parametrize("sparse", [True, False], ids=["EngramOptimizer", "AdamW"])
 def test_trainer_resumes(make_trainer, tmp_path, sparse, adapters):
     """A resumed run ends with the straight one's tables and adapter, bit for bit."""
+    if adapters and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("older Trainers load, beside others, no adapter that is called default")
     straight = make_trainer(sparse, adapters)
     base = tables_of(straight.model)
     straight.train()
@@ -197,7 +201,7 @@ sys.modules["peft"] = None  # so that the memory is none of PEFT's wrappers
 import hf_engram
 from hf_engram.modeling_engram import adapter_mixin, placement_mixin
 del sys.modules["peft"]
-del adapter_mixin.EngramAdapterMixin._load_pretrained_model
+del adapter_mixin.EngramAdapterMixin._load_pretrained_model, adapter_mixin.EngramAdapterMixin.load_adapter
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 base, adapter = sys.argv[1:]
@@ -209,8 +213,9 @@ ways = {
 for name, load in ways.items():
     try:
         load()
-    except RuntimeError as error:
-        assert "mismatch" in str(error).lower(), error
+    except (RuntimeError, ValueError) as error:
+        # Transformers 5.17 finds no mismatch, but names that are missing and left over.
+        assert "mismatch" in str(error).lower() or "are not of this" in str(error), error
     else:
         raise AssertionError(name)
 """

@@ -251,7 +251,8 @@ def _sum_runs_kernel(
     total = tl.zeros([BLOCK_RUNS, BLOCK_DIM], tl.float32)
     for index in range(0, tl.max(count, axis=0)):
         position = tl.load(positions_ptr + start + index, mask=index < count, other=0)
-        inside = (index < count)[:, None] & (column < DIM)
+        # Compared as a column: Triton 3.7 fails on a comparison that is widened, at some widths.
+        inside = (index < count[:, None]) & (column < DIM)
         total += tl.load(grad_out_ptr + position[:, None] * DIM + column, mask=inside, other=0.0).to(tl.float32)
     inside = (run < n_runs)[:, None] & (column < DIM)
     tl.store(sums_ptr + run[:, None] * DIM + column, total.to(sums_ptr.dtype.element_ty), mask=inside)

@@ -298,6 +298,7 @@ def launch_sizes(copies: int, dim: int, device: torch.device) -> dict:
     """What the two kernels with matrix products are compiled for."""
     mixes = (2 + copies) * copies
     padded = max(16, triton.next_power_of_2(mixes))
+    precision = dot_precision(device)
     return {
         "DIM": dim,
         "H": copies,
@@ -305,8 +306,9 @@ def launch_sizes(copies: int, dim: int, device: torch.device) -> dict:
         "M_PAD": padded,
         "BLOCK_T": 32,
         "BLOCK_D": 64 if padded <= 32 else 32,
-        "PRECISION": dot_precision(device),
-        "num_warps": 4 if padded <= 32 else 8,
+        "PRECISION": precision,
+        # AMD's are twice as wide, and with eight of them values do not stay in registers.
+        "num_warps": 8 if padded > 32 and precision == "tf32x3" else 4,
     }
 
 

@@ -240,6 +240,7 @@ class FolderUpdate:
             self.weight_files = [self.single] if entry == self.single else []
             if entry == self.index:
                 self._add_shards()
+            self._restore_names()
             changed = {name for name in self._files() if name == entry or not self._is_there(name)}
             code = self._add_code(changed)
             redirects = self._redirects(changed, entry, code)
@@ -299,6 +300,19 @@ class FolderUpdate:
         self.weight_files = list(names.values())
         self.saved = self.saved - set(new) | set(self.weight_files)
 
+    def _restore_names(self) -> None:
+        """Where a killed save has left a config that names its code under the names of meanwhile, and this one brings
+        all the code: updates the config, too."""
+        code = {name.removesuffix(".py") for name in self.saved if name.endswith(".py")}
+        left = [token_of(path) for path in self.target.iterdir() if is_staged(path) and path != self.folder]
+        for name in {TOKENIZER_CONFIG_FILE, CONFIG_FILE} - self.saved:
+            if not (self.target / name).is_file():
+                continue
+            text = (self.target / name).read_text(encoding="utf-8")
+            for module, token in itertools.product(code, left):
+                text = text.replace(f"{module}{token}.", f"{module}.")
+            (self.folder / name).write_text(text, encoding="utf-8")
+
     def _add_code(self, changed: set[str]) -> set[str]:
         """Where code is to be replaced, adds the new one, under names that end on `self.token`; returns its names."""
         code = {name.removesuffix(".py") for name in self.saved if name.endswith(".py")}
@@ -326,8 +340,6 @@ class FolderUpdate:
         for name in (TOKENIZER_CONFIG_FILE, CONFIG_FILE):
             if not (self.target / name).is_file():
                 continue
-            if name not in self.saved:
-                shutil.copyfile(self.target / name, self.folder / name)
             content = json.loads((self.folder / name).read_text(encoding="utf-8"))
             meanwhile = dict(content)
             if "auto_map" in content:

@@ -5,6 +5,7 @@ rule is DeepSeek-V4.1's, to the letter: for its 129,280-token tokenizer it gives
 """
 
 import hashlib
+import json
 import os
 
 import numpy as np
@@ -12,8 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, normalizers
 
+from ..configuration.folder_update import TOKEN_MAP_FILE as TOKEN_MAP_FILE
+
 
 TOKEN_MAP_KEY = "token_map"
+VOCABULARY_KEY = "vocabulary_sha256"
 COMPRESSED_VOCAB_SIZE_KEY = "engram_compressed_vocab_size"
 
 # Stands for a token that is nothing but one space while the others are stripped.
@@ -112,11 +116,23 @@ def token_map_sha256(token_map: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(token_map, dtype="<i4").tobytes()).hexdigest()
 
 
-def save_token_map(path: str | os.PathLike, token_map: np.ndarray, compressed_vocab_size: int) -> None:
-    """Writes the map, and the compressed vocabulary size that it is used with, as one safetensors file."""
+def vocabulary_sha256(backend_tokenizer: Tokenizer, size: int) -> bytes:
+    """Digest of the tokens with ids below `size`, by which a map knows its tokenizer.json."""
+    tokens = [backend_tokenizer.id_to_token(i) for i in range(size)]
+    return hashlib.sha256(json.dumps(tokens).encode()).digest()
+
+
+def save_token_map(
+    path: str | os.PathLike, token_map: np.ndarray, compressed_vocab_size: int, backend: Tokenizer | None = None
+) -> None:
+    """Writes the map, the compressed vocabulary size that it is used with, and the digest of the vocabulary that it is
+    for (that of the tokenizer `backend`), as one safetensors file."""
     # One entry only: with more, safetensors writes them in random order, and the file would differ from save to save.
     metadata = {COMPRESSED_VOCAB_SIZE_KEY: str(compressed_vocab_size)}
-    save_file({TOKEN_MAP_KEY: np.ascontiguousarray(token_map, dtype=np.int32)}, path, metadata=metadata)
+    tensors = {TOKEN_MAP_KEY: np.ascontiguousarray(token_map, dtype=np.int32)}
+    if backend is not None:
+        tensors[VOCABULARY_KEY] = np.frombuffer(vocabulary_sha256(backend, len(token_map)), np.uint8)
+    save_file(tensors, path, metadata=metadata)
 
 
 def load_token_map(path: str | os.PathLike, sha256: str) -> tuple[np.ndarray, int]:
@@ -153,6 +169,17 @@ def load_token_map(path: str | os.PathLike, sha256: str) -> tuple[np.ndarray, in
             f"that it names. {remedy}"
         )
     return _frozen(token_map), compressed_vocab_size
+
+
+def check_vocabulary(path: str | os.PathLike, backend_tokenizer: Tokenizer, size: int) -> None:
+    """Raises unless the map in `path`, of `size` ids, is for this vocabulary; files of older versions do not say."""
+    with safe_open(path, framework="numpy") as file:
+        digest = file.get_tensor(VOCABULARY_KEY).tobytes() if VOCABULARY_KEY in file.keys() else None
+    if digest not in (None, vocabulary_sha256(backend_tokenizer, size)):
+        raise ValueError(
+            f"{path} is the token map of another vocabulary than tokenizer.json has, though they are as large: one of "
+            "the two was replaced. Fetch or save the folder again."
+        )
 
 
 def _frozen(token_map: np.ndarray) -> np.ndarray:

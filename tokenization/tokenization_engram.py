@@ -27,6 +27,7 @@ from .ngram_hashing import (
 )
 from .token_map import (
     build_token_map,
+    check_vocabulary,
     load_token_map,
     save_token_map,
     token_map_sha256,
@@ -368,7 +369,7 @@ class EngramTokenizer(PreTrainedTokenizerFast):
     ) -> tuple[str, ...]:
         file_names = super()._save_pretrained(save_directory, file_names, legacy_format, filename_prefix)
         map_file = os.path.join(save_directory, (f"{filename_prefix}-" if filename_prefix else "") + TOKEN_MAP_FILE)
-        save_token_map(map_file, self.token_map, self.engram_compressed_vocab_size)
+        save_token_map(map_file, self.token_map, self.engram_compressed_vocab_size, self.backend_tokenizer)
         file_names += (map_file,)
         # Code that was itself loaded from a Hub folder is copied by Transformers.
         if self._auto_class is None and is_installed_package():
@@ -467,6 +468,8 @@ class EngramTokenizer(PreTrainedTokenizerFast):
                 f"{path} maps {len(token_map)} ids, but tokenizer.json has {size}: they are not of one tokenizer. "
                 "Fetch or save the folder again."
             )
+        if path is not None:
+            check_vocabulary(path, self.backend_tokenizer, len(token_map))
         self._compressed_vocab_size = compressed_vocab_size
         self._token_map = token_map
         self._token_map_is_for = len(self) if len(token_map) == size else 0

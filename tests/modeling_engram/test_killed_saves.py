@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from placement_helpers import load
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from hf_engram import EngramForCausalLM
+from hf_engram import EngramForCausalLM, EngramTokenizer
 from hf_engram.configuration import folder_update, remote_code
 from hf_engram.configuration.folder_update import LOCK_FILE, FolderUpdate
 
@@ -226,6 +228,38 @@ def test_killed_with_tables_on_disk_in_the_folder(lively_model, tmp_path, monkey
             break
         count += 1
     assert count > 5 and names_in(target) == expected
+
+
+def tokenizer_of(words: list[str]) -> EngramTokenizer:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<unk>")
+    return EngramTokenizer.from_tokenizer(plain, engram_layer_ids=[0, 2], engram_vocab_size=60)
+
+
+@pytest.mark.parametrize("words", [["<unk>", "a", "B", "b"], ["<unk>", "b", "a", "c"], ["<unk>", "x", "X", "y", "z"]])
+def test_killed_saves_of_a_tokenizer(lively_model, tmp_path, monkeypatch, words):
+    """Over a model and its tokenizer, with new code: old or new, and the model loads by code that is whole."""
+    monkeypatch.setattr(remote_code, "_write_flat", write_code("old"))
+    folder, model = tmp_path / "folder", lively_model()
+    old, new = tokenizer_of(["<unk>", "a", "B", "b"]), tokenizer_of(words)
+    model.save_pretrained(folder)
+    old.save_pretrained(folder)
+    expected, whole = names_in(folder), contents(model)
+
+    def answers(tokenizer: EngramTokenizer) -> tuple:
+        return tokenizer.engram_fields(), dict(tokenizer("a b B x y z"))
+
+    known = [answers(old), answers(new)]
+    monkeypatch.setattr(remote_code, "_write_flat", write_code("new"))
+
+    def allowed(target: Path) -> bool:
+        assert contents(EngramForCausalLM.from_pretrained(target)) == whole
+        assert len(code_of(target, "config.json")) == len(code_of(target, "tokenizer_config.json")) == 1
+        return answers(EngramTokenizer.from_pretrained(target)) in known
+
+    assert check_all_points(folder, new.save_pretrained, allowed, expected, True) > 5
+    assert answers(EngramTokenizer.from_pretrained(folder.with_name("target"))) == known[1]
 
 
 def test_two_saves(lively_model, tmp_path, monkeypatch):

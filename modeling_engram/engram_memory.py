@@ -106,13 +106,10 @@ class EngramMemory(AdapterRows):
         if table.placement == "device" and scale is None:
             return table(row_ids)
 
-        def work() -> torch.Tensor:
-            return table(row_ids, dtype)
-
         trains = weight.requires_grad and torch.is_grad_enabled()
         if table.placement == "cpu" and row_ids.is_cuda and not trains and not torch.compiler.is_compiling():
-            return RowRequest(work, row_ids.device, in_thread=False)
-        return work()
+            return RowRequest(lambda ids: table(ids, dtype), row_ids.device, False, row_ids)
+        return table(row_ids, dtype)
 
     @torch.compiler.disable
     def _request(self, hash_ids: torch.Tensor, dtype: torch.dtype | None) -> list[RowRequest | None]:
@@ -121,7 +118,7 @@ class EngramMemory(AdapterRows):
         requests = self.prefetched.take(host_ids) or self._read(host_ids, device)
 
         def request(disk: DiskRequest) -> RowRequest:
-            return RowRequest(lambda: disk.gather(device, dtype), device, in_thread=True)
+            return RowRequest(lambda: disk.gather(device, dtype), device, True)
 
         return [None if disk is None else request(disk) for disk in requests]
 

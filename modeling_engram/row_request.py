@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,17 +72,23 @@ class RowRequest:
     it is done when the layer asks.
 
     Args:
-        work: a function without arguments that gives the rows.
+        work: a function that gives the rows.
         device: where they are wanted.
         in_thread: whether the function waits for a file.
+        tensors: the function's arguments: all that it reads of the device's memory.
     """
 
-    def __init__(self, work: Any, device: torch.device, in_thread: bool) -> None:
-        self.work, self.device = work, device
+    def __init__(
+        self, work: Callable[..., torch.Tensor], device: torch.device, in_thread: bool, *tensors: torch.Tensor
+    ) -> None:
+        self.work, self.device, self.tensors = work, device, tensors
         self.future = self.done = None
         if device.type != "cuda":
             return
         self.ready = torch.cuda.current_stream(device).record_event()
+        # Made on this stream, read on the side stream: not to be handed out again before that is through with them.
+        for tensor in tensors:
+            tensor.record_stream(side_stream(device))
         if in_thread:
             self.future = workers().submit(self._run_on_stream)
         else:
@@ -91,13 +98,13 @@ class RowRequest:
         stream = side_stream(self.device)
         with torch.no_grad(), torch.cuda.stream(stream):
             stream.wait_event(self.ready)
-            return self.work(), stream.record_event()
+            return self.work(*self.tensors), stream.record_event()
 
     @torch.compiler.disable
     def result(self) -> torch.Tensor:
         """The rows `[B, L, C * d]`; waits for them."""
         if self.device.type != "cuda":
-            return self.work()
+            return self.work(*self.tensors)
         rows, event = self.done if self.future is None else self.future.result()
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)

@@ -290,7 +290,10 @@ def test_hash_ids_are_rows_of_their_table(config, seed, length, batch):
         np.where(rng.random((batch, length)) < 0.3, size - 1, rng.integers(0, size, (batch, length)))
     )
     dead = torch.from_numpy(rng.random((batch, length)) < rng.choice([0, 0.3, 1]))
-    positions = torch.from_numpy(rng.integers(0, 3, (batch, length)))
+    # Documents of any lengths, one after the other.
+    places = np.broadcast_to(np.arange(length), (batch, length))
+    begins = np.where(rng.random((batch, length)) < 0.4, places, 0)
+    positions = torch.from_numpy(places - np.maximum.accumulate(begins, axis=1))
     for kwargs in ({}, {"dead": dead}, {"position_ids": positions}, {"dead": dead, "position_ids": positions}):
         hash_ids = hasher(ids, **kwargs)
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads

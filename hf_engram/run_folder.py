@@ -9,7 +9,9 @@ Files and folders are written under a name that begins with a dot, and get their
 written before its checkpoint and removed after it, so that each checkpoint has one.
 """
 
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -109,17 +111,35 @@ def _state_path(checkpoint: Path) -> Path:
     return checkpoint.parent / STATE_FOLDER / f"{checkpoint.name}.pt"
 
 
-def save_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Writes the state that belongs to a checkpoint; to be called before the checkpoint is written."""
+def weights_sha256(folder: Path) -> str:
+    """Digest of a checkpoint's weights: of each file its name, its size and its content, or of a large one, its header
+    and 256 pieces from its beginning to its end."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= 2**28:
+                while piece := file.read(2**20):
+                    digest.update(piece)
+                continue
+            for i in range(256):
+                file.seek(i * (size - 2**16) // 255)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
+
+
+def save_state(checkpoint: Path, state: dict[str, Any], folder: Path) -> None:
+    """Writes the state that belongs to a checkpoint, before that has its name; `folder` is where it is complete."""
     with written_whole(_state_path(checkpoint)) as path:
-        torch.save(state, path)
+        torch.save({**state, "weights_sha256": weights_sha256(folder)}, path)
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The state that belongs to a checkpoint, on the CPU.
 
     Raises:
-        ValueError: it is not there, or damaged.
+        ValueError: it is not there, damaged, or another checkpoint's.
     """
     path = _state_path(checkpoint)
     remedy = f"begin another with --model {checkpoint}, or remove {checkpoint} to go on from the one before it"
@@ -132,7 +152,37 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({reason}), so the run cannot go on: {remedy}.") from error
     if not isinstance(state, dict) or not state.keys() >= STATE_NAMES:
         raise ValueError(f"{path} holds no state of a run, so that it cannot go on: {remedy}.")
+    if type(state["step"]) is not int or f"checkpoint-{state['step']}" != checkpoint.name:
+        raise ValueError(f"{path} is the state of step {state['step']!r}, so the run cannot go on: {remedy}.")
+    # Older versions have not noted it.
+    if state.get("weights_sha256", "") not in ("", weights_sha256(checkpoint)):
+        raise ValueError(
+            f"{path} was not written with the weights in {checkpoint}, so the run cannot go on: {remedy}."
+        )
     return state
+
+
+def check_arguments(output: Path, arguments: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Refuses recorded arguments that are none of a run's: of another type than the default, or out of range.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for name, value in arguments.items():
+        default = defaults.get(name)
+        if isinstance(default, bool):
+            right = isinstance(value, bool)
+        elif isinstance(default, int):
+            right = type(value) is int and value >= min(1, default)
+        elif isinstance(default, float):
+            right = type(value) in (int, float) and math.isfinite(value)
+        else:
+            right = not isinstance(default, str) or isinstance(value, str)
+        if not right:
+            raise ValueError(
+                f"{output / ARGUMENTS_FILE} was changed: `{name}` is {value!r}, where a run has a value like "
+                f"{default!r}. Restore it, or begin another run."
+            )
 
 
 def save_arguments(output: Path, arguments: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -48,6 +48,7 @@ from hf_engram.optim import EngramOptimizer, clip_grad_norm_
 from hf_engram.processes import check_processes
 from hf_engram.run_folder import (
     ARGUMENTS_FILE,
+    check_arguments,
     checkpoints,
     keep_metrics,
     load_arguments,
@@ -230,11 +231,12 @@ def save_checkpoint(args: argparse.Namespace, accelerator: Accelerator, model, t
     if accelerator.is_main_process:
         model = accelerator.unwrap_model(model)
         try:
-            save_state(checkpoint, {**state, "generators": generators, "optimizer": optimizer.state_dict()})
             with written_whole(checkpoint) as folder:
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
                 write_card(args, model, folder, checkpoint.name, state)
+                rest = {"generators": generators, "optimizer": optimizer.state_dict()}
+                save_state(checkpoint, {**state, **rest}, folder)
             tidy(args.output, args.keep)
         except OSError as error:
             tidy(args.output)
@@ -364,7 +366,9 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args()
     if args.resume and (recorded := load_arguments(args.output)):
-        parser.set_defaults(**{name: value for name, value in recorded.items() if name != "processes"})
+        recorded = {name: value for name, value in recorded.items() if name != "processes"}
+        check_arguments(args.output, recorded, vars(make_parser().parse_args([str(args.output)])))
+        parser.set_defaults(**recorded)
         args = parser.parse_args()
     if not args.data:
         parser.error(f"{args.output} holds no run to resume" if args.resume else "--data is needed")
@@ -391,23 +395,29 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def find_checkpoint(args: argparse.Namespace, accelerator: Accelerator, arguments: dict) -> Path | None:
-    """The checkpoint to resume from; refuses arguments with which this would not be the same run. What a killed run
-    has left half-written is removed."""
+def find_checkpoint(
+    args: argparse.Namespace, accelerator: Accelerator, arguments: dict
+) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from, and its state; refuses arguments with which this would not be the same run. What
+    a killed run has left half-written is removed."""
     found, then = checkpoints(args.output), load_arguments(args.output)
     if found and not args.resume:
         raise ValueError(f"{args.output} holds {found[-1].name}: add --resume, or name another folder.")
     if found and then is None:
         raise ValueError(f"{args.output / ARGUMENTS_FILE} is missing, so the run cannot go on: begin another with "
                          f"--model {found[-1]}.")  # fmt: skip
-    names = arguments.keys() - FREE_ON_RESUME if found else ()
+    state = load_state(found[-1]) if found else {"step": 0, "base": None}
+    names = arguments.keys() - FREE_ON_RESUME
+    then = state.get("arguments") or then  # run.json may have been edited since
+    state["arguments"] = {name: arguments[name] for name in names}
+    names = names if found else ()
     if changed := [f"{n} was {then.get(n)!r}, is {arguments[n]!r}" for n in names if then.get(n) != arguments[n]]:
         raise ValueError(f"--resume continues the same run, but {', '.join(sorted(changed))}: restore that, or begin "
                          f"another run with --model {found[-1]}.")  # fmt: skip
     accelerator.wait_for_everyone()  # so that all have found the same
     if accelerator.is_main_process:
         tidy(args.output)
-    return found[-1] if found else None
+    return (found[-1] if found else None), state
 
 
 def main() -> None:
@@ -432,8 +442,7 @@ def main() -> None:
     with plain_errors():
         arguments = {name: value for name, value in vars(args).items() if name not in ("output", "resume")}
         arguments["processes"] = processes
-        checkpoint = find_checkpoint(args, accelerator, arguments)
-        state = load_state(checkpoint) if checkpoint else {"step": 0, "base": None}
+        checkpoint, state = find_checkpoint(args, accelerator, arguments)
         if not checkpoint:
             check_block_size(args)
         documents, held_out = read_documents(args.data, args.text_column, args.split), []

@@ -87,8 +87,8 @@ def inverse_frequencies(size: int, theta: float, scaling: dict | None = None) ->
     low = max(math.floor(column(scaling["beta_fast"])), 0)
     high = min(math.ceil(column(scaling["beta_slow"])), size - 1)
     steps = torch.arange(size // 2, dtype=torch.float32, device="cpu")
-    ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
+    smooth = 1 - ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies / scaling["factor"] * (1 - smooth) + frequencies * smooth
 
 
 class DeepseekV41RotaryEmbedding(KeepsFloat32):

@@ -244,7 +244,9 @@ class DeepseekV41TextConfig(PreTrainedConfig):
         for name in ("swiglu_limit", "routed_scaling_factor", "rope_theta", "compress_rope_theta"):
             self._check_number(name, SMALLEST_EPS, float("inf"))
         if self.rms_norm_eps < SMALLEST_EPS:
-            raise ValueError(f"`rms_norm_eps` ({self.rms_norm_eps!r}) is zero in fp32: use a small one, such as 1e-20.")
+            raise ValueError(
+                f"`rms_norm_eps` ({self.rms_norm_eps!r}) is zero in fp32: use a small one, such as 1e-20."
+            )
         if self.hc_mult > 1 and self.hc_eps >= 1 / self.hc_mult:
             raise ValueError(f"`hc_eps` ({self.hc_eps}) must be below 1 / `hc_mult` ({self.hc_mult}).")
         for name in ("pad_token_id", "bos_token_id"):
@@ -299,7 +301,8 @@ class DeepseekV41TextConfig(PreTrainedConfig):
         kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
         if kind != "yarn" or any(not isinstance(scaling.get(name), (int, float)) for name in YARN_FIELDS):
             raise ValueError(
-                f"`rope_scaling` must be None or {{'rope_type': 'yarn'}} with numbers for {YARN_FIELDS}, got {scaling!r}."
+                f"`rope_scaling` must be None or {{'rope_type': 'yarn'}} with numbers for {YARN_FIELDS}, "
+                f"got {scaling!r}."
             )
 
     def _check_sources(self) -> None:

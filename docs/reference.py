@@ -61,6 +61,15 @@ PAGES = [
         False,
     ),
     Page(
+        "deepseek_v41_model.md",
+        "DeepSeek-V4.1",
+        imported_from("hf_engram"),
+        {
+            "modeling_engram/deepseek_v41/modeling_deepseek_v41.py": ["DeepseekV41ForCausalLM", "DeepseekV41Model"],
+            "configuration/configuration_deepseek_v41.py": ["DeepseekV41Config", "DeepseekV41TextConfig"],
+        },
+    ),
+    Page(
         "tokenizer.md",
         "Tokenizer",
         imported_from("hf_engram"),

@@ -10,8 +10,9 @@ Per sequence and layer, with W the window, m the ratio, d and di the widths:
 Later layers read the entries and keys of their source. All rows hold live tokens only, the newest at the right end,
 see `token_rows.py`; so padding takes no room. The n-gram history lies in the first Engram layer's cache layer.
 
-A window forgets, so a cache can be rolled back (`crop`) over tokens that it has recorded: from `activate_past_recording`
-on, which assisted decoding calls, until the next `crop`, nothing is forgotten, the open group's parts included.
+A window forgets, so a cache can be rolled back (`crop`) over tokens that it has recorded: from
+`activate_past_recording` on, which assisted decoding calls, until the next `crop`, nothing is forgotten,
+the open group's parts included.
 """
 
 import torch

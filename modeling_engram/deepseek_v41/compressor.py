@@ -1,7 +1,7 @@
 """The compressor of DeepSeek-V4.1: m tokens to one latent.
 
     m = 1:  latent_j = rms(wkv x_j; norm)
-    m > 1:  u = wkv x, a = wgate x in fp32; group j = tokens jm .. jm + m - 1 of a document
+    m > 1:  u = wkv x, a = wgate x, in fp32 until the norm; group j = tokens jm .. jm + m - 1 of a document
             latent_j = rms(sum_i softmax_i(a)_c * u_ic ; norm)            softmax over the m tokens, for each column c
 
 Groups do not overlap. What a group that is still open consists of waits in the cache, in fp32.
@@ -56,4 +56,4 @@ class DeepseekV41Compressor(nn.Module):
         batch, count, _ = members.shape
         own = members.flatten(1).unsqueeze(-1).expand(-1, -1, full.shape[-1])
         values, gates = full.gather(1, own).view(batch, count, ratio, full.shape[-1]).chunk(2, -1)
-        return self.kv_norm((gates.softmax(2) * values).sum(2), x.dtype)
+        return self.kv_norm((gates.softmax(2) * values).sum(2).to(x.dtype))

@@ -8,7 +8,8 @@
 
 An index source that is no KV source scores the keys of the nearest KV source before it. One layer's indexer also keeps
 *candidates*: of blocks of consecutive groups, each worth the maximum of its scores, the best few, and always that of
-the newest visible group. Its own choice is not restricted; those of later index sources are, to groups of these blocks.
+the newest visible group. Its own choice is not restricted; those of later index sources are, to groups of these
+blocks.
 """
 
 import torch

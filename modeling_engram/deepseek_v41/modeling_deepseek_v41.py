@@ -174,11 +174,11 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel, EngramModel):
         """As [`EngramModel.forward`]; what differs:
 
         Args:
-            attention_mask: `[B, past + L]` with zeros at padding, wherever it is; masks of four dimensions are refused.
-            position_ids: integer `[B or 1, L]`; a packed document begins where they restart. Numbers in the row, padding
-                left out, if not given.
-            token_mask: bool `[B, L]`, False at tokens that are not text (an image span): Engram neither reads nor writes
-                there, and experts are chosen with the bias for such tokens.
+            attention_mask: `[B, past + L]` with zeros at padding, wherever it is; other masks are refused.
+            position_ids: integer `[B or 1, L]`; a packed document begins where they restart. If not given, tokens are
+                counted, without padding.
+            token_mask: bool `[B, L]`, False at tokens that are not text (an image span): Engram neither reads nor
+                writes there, and experts are chosen with the bias for such tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
@@ -255,8 +255,8 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, EngramForCausalLM):
         kind = generation_config.cache_implementation
         if kind is not None and kind != "dynamic":
             raise ValueError(
-                f"`cache_implementation` is {kind!r}: DeepSeek-V4.1 keeps windows and compressed entries in a cache of "
-                "its own kind. Leave it out."
+                f"`cache_implementation` is {kind!r}: DeepSeek-V4.1 keeps windows and compressed entries in a "
+                "cache of its own kind. Leave it out."
             )
         super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 

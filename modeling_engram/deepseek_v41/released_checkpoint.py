@@ -3,7 +3,7 @@
 | format | weight | scale | value |
 | --- | --- | --- | --- |
 | fp8 | e4m3 `[rows, columns]` | E8M0 `[ceil(rows / 32), columns / 32]` | weight * 2^(byte - 127) of its 32 x 32 |
-| fp4 | I8 `[rows, columns / 2]`, two e2m1, the even column in the low nibble | E8M0 `[rows, columns / 32]` | the same |
+| fp4 | I8 `[rows, columns / 2]`, two e2m1, even columns in the low nibble | E8M0 `[rows, columns / 32]` | the same |
 | plain | bf16 or fp32 | | itself |
 
 Both products have at most four significant bits, so bf16 holds them exactly. Tables stay as they are, fp8, in the

@@ -3,8 +3,8 @@
     o_h = sum_i exp(s_hi) v_i / (sum_i exp(s_hi) + exp(sink_h)),   s_hi = <q_h, v_i> d^-1/2
 
 over the token's own keys, which are the values: those of the last W tokens of its document, itself included, and the
-chosen entries. In fp32; the probabilities are rounded to the dtype of the values for the product with them, not for the
-denominator. Queries go in chunks, so memory is independent of the length, and time grows linearly with it.
+chosen entries. In fp32; the probabilities are rounded to the dtype of the values for the product with them, not for
+the denominator. Queries go in chunks, so memory is independent of the length, and time grows linearly with it.
 """
 
 import torch

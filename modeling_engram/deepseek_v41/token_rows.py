@@ -129,6 +129,8 @@ def token_rows(
         groups[ratio] = Groups(low, high, closing, slots, capacity)
     if live is not None:
         seen = live.cumsum(1)
-        after = torch.cat([counts.unsqueeze(1), after], 1).gather(1, seen.unsqueeze(-1).expand(-1, -1, after.shape[-1]))
+        after = torch.cat([counts.unsqueeze(1), after], 1).gather(
+            1, seen.unsqueeze(-1).expand(-1, -1, after.shape[-1])
+        )
     index = torch.where(valid, index, 0)
     return TokenRows(order, lengths, index, index if positions is None else positions, groups, after)

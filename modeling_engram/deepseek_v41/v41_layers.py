@@ -9,8 +9,8 @@ Neighbouring columns (2i, 2i + 1) of the last r columns are a pair that is turne
                 hi = min(ceil c(beta_slow), r - 1), ramp_i = clamp((i - lo) / max(hi - lo, 0.001), 0, 1),
                 f_i -> f_i (1 - ramp_i) + f_i / factor * ramp_i
 
-at every length alike, and without a factor on cosines or scores. Layers without compressed entries turn by `rope_theta`
-plainly, the others by `compress_rope_theta` with YaRN.
+at every length alike, and without a factor on cosines or scores. Layers without compressed entries turn by
+`rope_theta` plainly, the others by `compress_rope_theta` with YaRN.
 """
 
 import math
@@ -31,11 +31,11 @@ class DeepseekV41RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`[..., size]` to the same, in its dtype or the given one."""
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., size]` to the same."""
         x = hidden_states.float()
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight * x).to(dtype or hidden_states.dtype)
+        return (self.weight * x).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from v41_helpers import CHECKPOINT, INPUTS, load_model  # noqa: E402
+from v41_helpers import CHECKPOINT, INPUTS, load_model
 
-from hf_engram import DeepseekV41Config, DeepseekV41ForCausalLM  # noqa: E402
+from hf_engram import DeepseekV41Config, DeepseekV41ForCausalLM
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """A small DeepSeek-V4.1 of 8 layers that uses every kind of layer of the release.
 
-tests/data/deepseek_v41 holds it in the released names and formats, and what DeepSeek's own inference code (MIT) computes
-with it: in fp32 with weights dequantised ("fp32"), the same with the four cache roundings ("fp32_cache"), and as it is,
-in bf16 and fp8 ("release"); and its roundings of chosen inputs ("formats").
+tests/data/deepseek_v41 holds it in the released names and formats, and what DeepSeek's own inference code (MIT)
+computes with it: in fp32 with weights dequantised ("fp32"), the same with the four cache roundings ("fp32_cache"), and
+as it is, in bf16 and fp8 ("release"); and its roundings of chosen inputs ("formats").
 """
 
 import json

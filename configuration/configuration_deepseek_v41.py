@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .configuration_engram import SMALLEST_EPS, EngramConfig
+from .folder_update import FolderUpdate, is_staged
 from .remote_code import export_code, is_installed_package
 
 
@@ -49,6 +50,7 @@ FIXED_FIELDS = {
     "attention_bias": False,
     "attention_dropout": 0.0,
 }
+BOOL_FIELDS = ("use_cache", "tie_word_embeddings", "cache_rounding", "activation_rounding")
 YARN_FIELDS = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 
 
@@ -208,17 +210,21 @@ class DeepseekV41TextConfig(PreTrainedConfig):
             self.engram_num_embeddings = list(self.layout().num_embeddings)
         self.engram_num_embeddings = list(self.engram_num_embeddings)
         self.validate()
-        if layer_types is not None and list(layer_types) != self.layer_types:
-            raise ValueError(
-                f"`layer_types` follows from `engram_layer_ids` and is {self.layer_types}, got {list(layer_types)}: "
-                "leave it out."
-            )
+        if layer_types is not None:
+            self.layer_types = layer_types
 
     @property
     def layer_types(self) -> list[str]:
-        """Kinds of cache layer; that of the first Engram layer also keeps the n-gram history."""
-        first = self.engram_layer_ids[0] if self.engram_layer_ids else None
-        return ["deepseek_v41" + "_history" * (index == first) for index in range(self.num_hidden_layers)]
+        """Kinds of cache layer, which are all one."""
+        return ["deepseek_v41"] * self.num_hidden_layers
+
+    @layer_types.setter
+    def layer_types(self, layer_types: list[str]) -> None:
+        if not isinstance(layer_types, (list, tuple)) or list(layer_types) != self.layer_types:
+            raise ValueError(
+                f"`layer_types` follows from `num_hidden_layers` and is {self.layer_types}, got {layer_types!r}: "
+                "leave it out."
+            )
 
     def kv_source(self, layer_idx: int) -> int | None:
         """The layer whose compressed entries `layer_idx` reads; None for a layer that reads none."""
@@ -236,6 +242,9 @@ class DeepseekV41TextConfig(PreTrainedConfig):
         """
         for name in SIZE_FIELDS:
             self._check_int(name, minimum=1)
+        for name in BOOL_FIELDS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be true or false, got {getattr(self, name)!r}.")
         for name, value in FIXED_FIELDS.items():
             if getattr(self, name) != value:
                 raise ValueError(f"`{name}` must be {value!r} as in DeepSeek-V4.1, got {getattr(self, name)!r}.")
@@ -358,6 +367,12 @@ class DeepseekV41TextConfig(PreTrainedConfig):
         """Saves config.json, and beside it, flat, the code that loads the folder without this package installed."""
         if os.path.isfile(save_directory):
             raise ValueError(f"`save_directory` ({save_directory}) is a file: pass a folder.")
+        if not is_staged(save_directory):
+            if push_to_hub:
+                kwargs.setdefault("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            with FolderUpdate(save_directory) as update:
+                self.save_pretrained(update.folder, push_to_hub, **kwargs)
+            return
         self.validate()
         if self._auto_class is None and is_installed_package():
             self.auto_map = dict(AUTO_MAP)

@@ -8,7 +8,7 @@ Per sequence and layer, with W the window, m the ratio, d and di the widths:
                      what the open group consists of so far (m > 1)          [m - 1, 2 d] in fp32
 
 Later layers read the entries and keys of their source. All rows hold live tokens only, the newest at the right end,
-see `token_rows.py`; so padding takes no room. The n-gram history lies in the first Engram layer's cache layer.
+see `token_rows.py`; so padding takes no room. The n-gram history makes its own place.
 
 A window forgets, so a cache can be rolled back (`crop`) over tokens that it has recorded: from
 `activate_past_recording` on, which assisted decoding calls, until the next `crop`, nothing is forgotten,
@@ -16,9 +16,8 @@ the open group's parts included.
 """
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
-from ..ngram_history import with_history
 from .token_rows import Groups, TokenRows
 
 
@@ -195,34 +194,18 @@ class CompressedCacheLayer(DynamicLayer):
     prefetch = offload
 
 
-class DeepseekV41CacheLayer(CompressedCacheLayer):
-    """Made by `DynamicCache(config=...)` for a layer of the config's `layer_types`."""
-
-    _layer_type = "deepseek_v41"
+# By name, not by the class's `_layer_type`, which the class with an n-gram history would inherit.
+DYNAMIC_LAYER_TYPE_MAPPING["deepseek_v41"] = CompressedCacheLayer
 
 
-class DeepseekV41HistoryLayer(with_history(CompressedCacheLayer)):
-    """The same, of the layer that keeps the n-gram history."""
-
-    _layer_type = "deepseek_v41_history"
-    # The attention's; the history records at all times.
-    activate_past_recording = CompressedCacheLayer.activate_past_recording
-    __reduce__ = object.__reduce__
-
-    def __init__(self, **kwargs) -> None:
-        CompressedCacheLayer.__init__(self)
-        LinearAttentionLayer.__init__(self)
-
-
-def prepare_cache(cache: Cache, layer_types: list[str]) -> None:
+def prepare_cache(cache: Cache, num_layers: int) -> None:
     """Gives an empty cache without layers the model's; raises ValueError for a cache of another kind."""
     if not cache.layers:
-        kinds = {kind._layer_type: kind for kind in (DeepseekV41CacheLayer, DeepseekV41HistoryLayer)}
-        cache.layers.extend(kinds[layer_type]() for layer_type in layer_types)
+        cache.layers.extend(CompressedCacheLayer() for _ in range(num_layers))
         cache.layer_class_to_replicate = None
     # By name: a model that was loaded from a Hub folder has another copy of the class.
     wrong = next((layer for layer in cache.layers if not hasattr(layer, "add_entries")), None)
-    if wrong is not None or len(cache.layers) != len(layer_types):
+    if wrong is not None or len(cache.layers) != num_layers:
         kind = type(cache.layers[0] if wrong is None else wrong).__name__
         raise ValueError(
             f"The {type(cache).__name__} passed to the model has {len(cache.layers)} layers of {kind}, which cannot "

@@ -149,6 +149,8 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel, EngramModel):
         self.engram_hasher = NgramHasher(config) if config.engram_layer_ids else None
         self.engram_memory = EngramMemory(config) if config.engram_layer_ids else None
         self.layers = nn.ModuleList([DeepseekV41DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        if self.engram_memory is not None:
+            self.engram_memory.readers = tuple(layer.engram for layer in self.layers if layer.engram is not None)
         self.norm = DeepseekV41RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.window_rotary_emb = DeepseekV41RotaryEmbedding(config, compressed=False)
         self.compressed_rotary_emb = DeepseekV41RotaryEmbedding(config, compressed=True)
@@ -195,12 +197,14 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel, EngramModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            prepare_cache(cache, self.config.layer_types)
+            prepare_cache(cache, self.config.num_hidden_layers)
 
         shape, past_seen_tokens = inputs_embeds.shape[:2], 0 if cache is None else cache.get_seq_length()
         padding_free = live_tokens(shape, attention_mask, None, past_seen_tokens)
         live = live_tokens(shape, attention_mask, token_mask, past_seen_tokens)
-        embeddings = self._fetch(input_ids, inputs_embeds, hash_ids, live, position_ids, cache, token_mask is None)
+        embeddings = self._fetch(
+            input_ids, inputs_embeds, hash_ids, live, position_ids, None, cache, token_mask is None
+        )
         rows = token_rows(
             shape,
             inputs_embeds.device,

@@ -7,9 +7,10 @@
     z_g = wo_a[g] (heads of group g);      y = wo_b concat(z_g)
 
 A KV source makes entries, latent_j (`compressor.py`) rotated at the group's first position and rounded, and index
-keys; an index source chooses (`indexer.py`). Later layers read the entries of the nearest KV source before them, and reuse
-the choice of the nearest index source. Each source publishes its own keys in every step, also in one that closes no
-group: the reference's decoding scores another source's keys there, which its prefill, hence its training, does not.
+keys; an index source chooses (`indexer.py`). Later layers read the entries of the nearest KV source before them, and
+reuse the choice of the nearest index source. Each source publishes its own keys in every step, also in one that
+closes no group: the reference's decoding scores another source's keys there, which its prefill, hence its training,
+does not.
 """
 
 from typing import NamedTuple

@@ -408,10 +408,15 @@ def find_checkpoint(
                          f"--model {found[-1]}.")  # fmt: skip
     state = load_state(found[-1]) if found else {"step": 0, "base": None}
     names = arguments.keys() - FREE_ON_RESUME
-    then = state.get("arguments") or then  # run.json may have been edited since
+    recorded = [then or {}, state.get("arguments", then or {})]  # run.json may have been edited since
     state["arguments"] = {name: arguments[name] for name in names}
-    names = names if found else ()
-    if changed := [f"{n} was {then.get(n)!r}, is {arguments[n]!r}" for n in names if then.get(n) != arguments[n]]:
+    changed = {
+        f"{name} was {record.get(name)!r}, is {arguments[name]!r}"
+        for record in recorded
+        for name in names
+        if found and record.get(name) != arguments[name]
+    }
+    if changed:
         raise ValueError(f"--resume continues the same run, but {', '.join(sorted(changed))}: restore that, or begin "
                          f"another run with --model {found[-1]}.")  # fmt: skip
     accelerator.wait_for_everyone()  # so that all have found the same

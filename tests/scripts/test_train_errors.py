@@ -170,8 +170,14 @@ DAMAGE = {
     "an empty state": (lambda run: state_of(run / "checkpoint-12").write_bytes(b""), "12.pt is damaged"),
     "half a state": (lambda run: truncate(state_of(run / "checkpoint-12")), "12.pt is damaged .* or remove .*-12"),
     "no state": (lambda run: torch.save({}, state_of(run / "checkpoint-12")), "12.pt holds no state of a run"),
-    "no weights": (lambda run: (run / "checkpoint-12" / "model.safetensors").unlink(), "no file named model.safetens"),
-    "half the weights": (lambda run: truncate(run / "checkpoint-12" / "model.safetensors"), "is truncated"),
+    "no weights": (
+        lambda run: (run / "checkpoint-12" / "model.safetensors").unlink(),
+        "not written with the weights in",
+    ),
+    "half the weights": (
+        lambda run: truncate(run / "checkpoint-12" / "model.safetensors"),
+        "not written with the weights",
+    ),
     "no config": (lambda run: (run / "checkpoint-12" / "config.json").unlink(), "--resume .*-12 cannot be loaded"),
     "metrics": (lambda run: (run / "metrics.jsonl").write_text('{"loss": 1}\n'), "has a line that is none of a run's"),
 }

@@ -22,16 +22,22 @@ NEWEST := .venv-newest
 COMPAT := .venv-compat
 TRL := .venv-trl
 LM_EVAL := .venv-lm-eval
+# For test-triton: what the oldest supported PyTorch pins, what PyTorch 2.13 and 2.14 pin, and the newest.
+TRITON := .venv-triton
+TRITONS := 3.3.0 3.7.1 3.8.0 newest
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PARALLEL = -n $(WORKERS) --maxprocesses $(MAX_WORKERS) --dist worksteal
+# Not what only PyTorch does with a kernel.
+TRITON_TESTS = -m "not gpu" -k "(interpreter or ahead_of_time or kernel or generated) and not traced" \
+	tests/modeling_engram/ops tests/optim/test_row_updates.py
 COMPAT_TESTS = tests/configuration tests/convert tests/modeling_engram tests/tokenization
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-gpu test-rounding test-compat test-newest test-upstream test-upstream-compat \
-	test-clients lock lint format clean FORCE
+.PHONY: help demo test test-all test-gpu test-rounding test-compat test-newest test-triton test-upstream \
+	test-upstream-compat test-clients lock lint format clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +73,12 @@ test-newest: $(NEWEST)/.dev ## run the tests on the newest release of everything
 test-compat: $(COMPAT)/.test ## run the model, generation and Hub tests on the oldest supported Transformers
 	$(ONE_THREAD) $(COMPAT)/bin/python -m pytest $(PARALLEL) $(COMPAT_TESTS) $(PYTEST_ARGS)
 
+test-triton: $(TRITONS:%=$(TRITON)-%/.test) ## run and compile the kernels with four releases of Triton
+	@set -e; for release in $(TRITONS); do \
+		$(TRITON)-$$release/bin/python -c 'import triton; print("Triton", triton.__version__)'; \
+		$(ONE_THREAD) $(TRITON)-$$release/bin/python -m pytest $(PARALLEL) $(TRITON_TESTS) $(PYTEST_ARGS); \
+	done
+
 test-upstream: $(VENV)/.dev ## run Transformers' own tests over our classes
 	$(VENV)/bin/python tests/upstream/fetch.py
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest $(PARALLEL) tests/upstream $(PYTEST_ARGS)
@@ -93,7 +105,7 @@ format: $(VENV)/.dev ## mend what ruff can mend
 	$(VENV)/bin/python -m ruff format .
 
 clean: ## remove the virtual environments, caches and build outputs
-	rm -rf $(VENV) $(NEWEST) $(COMPAT) $(TRL) $(LM_EVAL) build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(COMPAT) $(TRITON)-* $(TRL) $(LM_EVAL) build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ----------------------------------------------------------------------------------------------------------
@@ -116,7 +128,18 @@ $(TRL)/.client: pyproject.toml $(LOCKED) $(TRL)/.requirements | $(TRL)/bin/pip
 $(LM_EVAL)/.client: pyproject.toml $(LOCKED) $(LM_EVAL)/.requirements | $(LM_EVAL)/bin/pip
 	$(call install,$(LM_EVAL),.[lm-eval])
 
+# All but Triton is $(VENV)'s. The interpreter of Triton before 3.7 makes numbers of arrays, as NumPy before 2.4 allows.
+$(TRITON)-%/.test: $(VENV)/.dev
+	$(VENV)/bin/python -m venv --clear --without-pip $(@D)
+	$(VENV)/bin/python -m pip --python $(@D)/bin/python $(wordlist 3,9,$(PIP_INSTALL)) --no-deps \
+		$(if $(filter newest,$*),triton,triton==$*) $(if $(filter 3.3.%,$*),'numpy<2.4')
+	$(VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_others.pth"
+	@touch $@
+
 # What is newest may change from day to day.
+$(TRITON)-newest/.test: FORCE
+
 $(NEWEST)/.dev: FORCE | $(NEWEST)/bin/pip
 	$(NEWEST)/bin/python $(PIP_INSTALL) --upgrade pip
 	$(NEWEST)/bin/python $(PIP_INSTALL) --upgrade --upgrade-strategy eager '$(TORCH)' --editable '.[dev]'

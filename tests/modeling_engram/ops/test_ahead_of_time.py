@@ -2,6 +2,8 @@
 
 import sys
 from collections import Counter
+from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hf_engram.optim import EngramOptimizer
 pytest.importorskip("triton")
 
 from ahead_of_time import TARGETS, dispatch_compiled, resources, spill_bound
+from triton.runtime.jit import JITFunction
 
 
 TOKENS = (1, 2, 3, 16, 257)
@@ -74,6 +77,10 @@ def train(model: EngramForCausalLM, tokens: int, **options: torch.Tensor) -> Non
     optimizer.step()
 
 
+def our_modules() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith("hf_engram.") and module]
+
+
 def count(compiled: list) -> Counter:
     """Different kernels of each name."""
     return Counter(kernel.metadata.name for kernel in {kernel.hash: kernel for kernel in compiled}.values())
@@ -108,6 +115,32 @@ def test_one_kernel_for_all_lengths():
     assert not any(specialised_numbers(kernel) for kernel in compiled)
 
 
+def test_every_launch_is_on_its_tensors_device(monkeypatch):
+    """Backward and the optimizer, too, may be called while another device is the current one."""
+    guarded = []
+
+    @contextmanager
+    def guard(tensor):
+        guarded.append(tensor)
+        yield
+        guarded.pop()
+
+    def run(kernel, *args, **kwargs):
+        launched.append(kernel.__name__)
+        assert guarded, f"{kernel.__name__} is launched on the device that happens to be the current one"
+        return run_kernel(kernel, *args, **kwargs)
+
+    launched, run_kernel = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", run)
+    for module in our_modules():
+        if hasattr(module, "device_guard"):
+            monkeypatch.setattr(module, "device_guard", guard)
+    model = make_model(4)
+    with dispatch_compiled("sm_90"):
+        train(model, 3)
+    assert len(set(launched)) == 2 + 5 + 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("copies", [1, 2, 4, 8])
@@ -137,18 +170,15 @@ def test_every_kernel_compiles(target, copies, dtype, tmp_path):
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_ones_may_be_constants(target, monkeypatch):
     """As torch.compile makes them, whatever a kernel asks of Triton."""
-    import triton
-
-    modules = [module for name, module in sys.modules.items() if name.startswith("hf_engram.") and module]
     launchable = [
         (module, name, value)
-        for module in modules
+        for module in our_modules()
         for name, value in vars(module).items()
-        if isinstance(value, triton.JITFunction)
+        if isinstance(value, JITFunction)
     ]
     assert len({value for _, _, value in launchable}) == 2 + 5 + 8 + 3
     for module, name, value in launchable:
-        monkeypatch.setattr(module, name, triton.jit(value.fn))
+        monkeypatch.setattr(module, name, JITFunction(value.fn))
     model = make_model(4)
     with dispatch_compiled(target) as compiled:
         train(model, 1)

@@ -57,10 +57,10 @@ def make(case: Case, folder: Path) -> tuple[EngramForCausalLM, EngramOptimizer]:
     memory = model.model.engram_memory
     memory.tables.to(case.table_dtype)
     memory.sparse_grad = case.sparse
-    # Where rounding is all that a gradient is, steps of a fixed length would make it large. (In a model of fp64, too,
-    # the stream's parameters are fp32.)
-    eps = {} if case.dtype == torch.float64 and case.hc_mult == 1 else {"eps": 1e-3, "table_eps": 5e-2}
-    return model, EngramOptimizer(model, lr=1e-3, seed=7, **eps)
+    # Where rounding is all that a gradient is, steps of a fixed length would make it large: with these, a step differs
+    # by no more than its gradient does, lr / eps = 1. (In a model of fp64, too, norms, the softmax and the stream's
+    # parameters are fp32.)
+    return model, EngramOptimizer(model, lr=1e-3, seed=7, eps=1e-3, table_eps=5e-2)
 
 
 def tables(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -304,7 +304,7 @@ def test_two_processes(base_folder, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     commands = [[sys.executable, "-c", WORKER, str(rank), str(tmp_path)] for rank in range(2)]
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    errors = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(error[-2000:] for error in errors)
     one, two = (load_file(tmp_path / f"adapter-{rank}" / "adapter_model.safetensors") for rank in range(2))
     assert all(torch.equal(one[key], two[key]) for key in one)

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sft.py"
 def test_help_says_the_defaults(tmp_path):
     environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(SCRIPT), "--help"]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     for option, default in (("--steps", "20"), ("--batch-size", "5"), ("--lr", "0.002"), ("--rank", "8")):
         assert re.search(rf"{option} [A-Z_]+\s[^(]*\(default: {default}\)\n", run.stdout)
@@ -28,7 +28,7 @@ def test_sft_example(model_folder, tmp_path):
     """The loss falls; the output holds the adapter and the rows, and with them the model knows what it was taught."""
     command = [sys.executable, str(SCRIPT), str(model_folder), str(tmp_path / "out")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     printed = [ast.literal_eval(line) for line in run.stdout.splitlines() if line.startswith("{'loss'")]
     losses = [float(entry["loss"]) for entry in printed]

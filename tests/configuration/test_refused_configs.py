@@ -103,10 +103,10 @@ HUGE = [
 @pytest.mark.parametrize("values", HUGE, ids=str)
 def test_tables_beyond_int64(tiny_config, values):
     """Rows, or bytes, that no int64 can count, and columns whose primes would take hours to find: refused at once."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError) as error:
         tiny_config(**values)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     for name, value in values.items():
         assert f"`{name}`" in str(error.value) and str(value) in str(error.value)
 

@@ -296,7 +296,9 @@ def plain_greedy() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         for _ in range(n):
             logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -1])
             scores = logits[-1].index_fill(1, torch.tensor(special_ids(model.config)), float("-inf"))
-            ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
+            best, tokens = scores.topk(2)
+            assert (best[:, 0] - best[:, 1]).min() > 1e-4, "too close to call, as logits are compared: another prompt"
+            ids = torch.cat([ids, tokens[:, :1]], 1)
             if mask is not None:
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         return ids, torch.stack(logits, 1)

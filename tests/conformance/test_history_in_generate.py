@@ -155,14 +155,14 @@ def test_threads(model, draw, generate, plain_greedy):
 
     def serve(i: int) -> None:
         for _ in range(3):
-            barrier.wait(timeout=60)
+            barrier.wait(timeout=600)
             results[i].append(generate(model, prompts[i], 8))
 
     threads = [threading.Thread(target=serve, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=600)
     for answers, right in zip(results, expected, strict=True):
         assert len(answers) == 3, "a thread failed"
         assert all(torch.equal(answer, right) for answer in answers)
@@ -193,11 +193,11 @@ def test_streamer(model, draw, watch, generate, plain_greedy):
 def test_text_streamer_in_a_thread(model, tokenizer, generate, plain_greedy):
     """A chat server's set-up: a `TextIteratorStreamer` read here while a thread generates."""
     inputs = tokenizer("The for statement", return_tensors="pt")
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
     thread = threading.Thread(target=generate, args=(model, inputs["input_ids"], 8), kwargs={"streamer": streamer})
     thread.start()
     text = "".join(streamer)
-    thread.join(timeout=60)
+    thread.join(timeout=600)
     expected = plain_greedy(model, inputs["input_ids"], 8)[0][0, inputs["input_ids"].shape[1] :]
     assert text == tokenizer.decode(expected)
 

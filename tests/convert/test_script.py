@@ -53,7 +53,7 @@ def test_it_makes_a_hub_folder(tmp_path, backbone_folder, script, monkeypatch, c
         torch.save(AutoModelForCausalLM.from_pretrained(backbone_folder)(tokens).logits, tmp_path / "logits.pt")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf_home"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", USE_HUB_FOLDER, "out", "logits.pt"]
-    used = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    used = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert used.returncode == 0, used.stderr
 
 

@@ -68,12 +68,12 @@ def test_end_to_end(adapter, push, hub, environment, logits_of, tmp_path):
         ADAPTER,
     ]
     done = subprocess.run(
-        [*command, "--base", BASE], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [*command, "--base", BASE], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     torch.save(logits_of(adapter), tmp_path / "expected.pt")
     command = [sys.executable, "-c", LOAD_BY_ID, ADAPTER, str(tmp_path / "expected.pt")]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -49,7 +49,7 @@ def load_by_id(environment, tokenizer, logits_of, tmp_path):
             torch.save({"logits": logits_of(model), "hash_ids": hash_ids}, tmp_path / f"{i}.pt")
         request = repr([(*item[:3], str(tmp_path / f"{i}.pt")) for i, item in enumerate(asked)])
         command = [sys.executable, "-c", LOAD_BY_ID, request]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
 
     return load
@@ -60,7 +60,7 @@ def test_end_to_end(make_folder, load_by_id, hub, environment, tmp_path):
     logits and hash ids are the same bit for bit."""
     model = make_folder(tmp_path / "folder")
     command = [sys.executable, str(SCRIPT), "folder", REPO, "--private"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert f"done: {hub.url}/{REPO}/commit/" in done.stdout
     assert hub.repositories[REPO].private
@@ -319,5 +319,5 @@ def test_the_readmes_command(folder, push, hub, tmp_path, monkeypatch):
 
 def test_help_names_every_option(tmp_path):
     command = [sys.executable, str(SCRIPT), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and all(name in done.stdout for name in ("--private", "--revision", "--dry-run"))

@@ -168,7 +168,7 @@ with torch.no_grad():
         "HF_MODULES_CACHE": str(out / "modules"),
     }
     run = [sys.executable, "-P", "-c", script, str(folder), str(out)]
-    result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     for name in ("cpu", "disk", "again"):
         assert torch.equal(load_file(out / f"{name}.safetensors")["logits"], logits_of(model, ids)), name

@@ -21,7 +21,7 @@ from hf_engram.optim import EngramOptimizer, clip_grad_norm_
 
 PROCESSES = 2
 # Nobody waits longer than this for the other process.
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=600)
 STEPS, DEAD_STEP = 4, 2
 CLIP = 0.5
 

@@ -25,7 +25,7 @@ from hf_engram.optim import EngramOptimizer, clip_grad_norm_
 
 
 PROCESSES = 2
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=600)
 STEPS = 4
 CLIP = 0.5
 

@@ -57,7 +57,7 @@ def python_files(folder: Path) -> set[Path]:
 
 def run(*command: object, cwd: Path) -> str:
     """Runs a command and returns its standard output; its error output becomes the failure's message."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

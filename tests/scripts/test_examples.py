@@ -18,7 +18,7 @@ def test_help_says_the_defaults(tmp_path):
     """Of the Trainer's; the other needs TRL, and has its test in tests/clients."""
     command = [sys.executable, str(SCRIPT.parents[1] / "examples" / "trainer.py"), "--help"]
     environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     for option, default in (("--steps", "20"), ("--batch-size", "4"), ("--block-size", "64"), ("--lr", "0.001")):
         assert re.search(rf"{option} [A-Z_]+\s[^(]*\(default: {default}\)\n", done.stdout)
@@ -31,7 +31,7 @@ def test_trainer_example(finished, tmp_path):
     folder = finished / "checkpoint-12"
     command = [sys.executable, str(script), str(folder), "text.txt", "out"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(ast.literal_eval(line)["loss"]) for line in done.stdout.splitlines() if line.startswith("{'loss'")]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1

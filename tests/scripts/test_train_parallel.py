@@ -24,7 +24,7 @@ def launch_two(*arguments: object, script: Path = SCRIPT) -> None:
     command = [*launch, *map(str, arguments)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=600)
         finally:
             process.terminate()
     assert process.returncode == 0, errors.decode()[-3000:]

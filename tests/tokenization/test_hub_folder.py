@@ -44,7 +44,7 @@ def load_and_save(folders: list[Path], texts: list[str], home: Path) -> list[dic
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr

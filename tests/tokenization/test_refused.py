@@ -96,10 +96,10 @@ HUGE = [
 @pytest.mark.parametrize("fields", HUGE, ids=str)
 def test_layouts_beyond_int64(small_plain, fields):
     """Refused when the tokenizer is made, by name, and before a single prime is looked for."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError) as error:
         EngramTokenizer.from_tokenizer(small_plain, engram_layer_ids=[0, 1], **fields)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert all(f"`{name}` ({value})" in str(error.value) for name, value in fields.items())
 
 

@@ -135,7 +135,7 @@ def resources(kernel, tmp_path: Path) -> tuple[int, int]:
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     report = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, timeout=60, check=True
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, timeout=600, check=True
     ).stdout
     registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL"))
     return registers, stack + local

@@ -32,7 +32,9 @@ def uncached_greedy(model, ids, mask=None, steps=NEW):
     for _ in range(steps):
         logits = uncached_logits(model, ids, mask)[:, -1]
         scores.append(logits)
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        best, tokens = logits.topk(2)
+        assert (best[:, 0] - best[:, 1]).min() > 1e-4, "too close to call, as logits are compared: another prompt"
+        ids = torch.cat([ids, tokens[:, :1]], 1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     return ids, torch.stack(scores, 1)
 

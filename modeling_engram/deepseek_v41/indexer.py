@@ -88,18 +88,22 @@ class DeepseekV41Indexer(nn.Module):
         for at in range(0, length, step):
             part = slice(at, at + step)
             low, high = groups.low[:, part, None], groups.high[:, part, None]
-            scores = self.scores(queries[:, part], weights[:, part], keys)
-            slot = torch.arange(slots, device=x.device)
+            # Beyond what the chunk can see there is nothing to score.
+            reach = slots if step >= length else int(high.amax())
+            scores = self.scores(queries[:, part], weights[:, part], keys[:, :reach])
+            slot = torch.arange(reach, device=x.device)
             scores = scores.masked_fill((slot < low) | (slot >= high), -torch.inf)
             if self.makes_candidates:
-                kept.append(self.best_blocks(scores, high))
+                blocks = self.best_blocks(scores, high)
+                kept.append(F.pad(blocks, (0, -(-slots // self.block_size) - blocks.shape[-1])))
             elif self.is_restricted:
-                allowed = candidates[:, part].repeat_interleave(self.block_size, -1)[..., :slots]
+                allowed = candidates[:, part].repeat_interleave(self.block_size, -1)[..., :reach]
                 scores = scores.masked_fill(~allowed, -torch.inf)
-            best = scores.topk(min(self.topk, slots), -1)
+            best = scores.topk(min(self.topk, reach), -1)
             # Ascending, with empty places at the end.
             choice = best.indices.masked_fill(best.values == -torch.inf, slots).sort(-1).values
-            choices.append(choice.masked_fill(choice == slots, -1))
+            choice = choice.masked_fill(choice == slots, -1)
+            choices.append(F.pad(choice, (0, min(self.topk, slots) - choice.shape[-1]), value=-1))
         if self.makes_candidates:
             candidates = torch.cat(kept, 1)
         return torch.cat(choices, 1), candidates

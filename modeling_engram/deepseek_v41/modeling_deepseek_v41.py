@@ -255,6 +255,13 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, EngramForCausalLM):
     def drop_memory(self):
         raise NotImplementedError("DeepSeek-V4.1 without its memory is no model that Transformers has a class for.")
 
+    def _get_resized_lm_head(self, *args: Any, **kwargs: Any) -> Float32Linear:
+        # Transformers makes a plain linear.
+        resized = super()._get_resized_lm_head(*args, **kwargs)
+        head = Float32Linear(resized.in_features, resized.out_features, bias=False, device="meta")
+        head.weight = resized.weight
+        return head
+
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         kind = generation_config.cache_implementation
         if kind is not None and kind != "dynamic":

@@ -7,6 +7,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 from v41_helpers import load_model, stepwise
 
+from hf_engram.modeling_engram.deepseek_v41 import indexer, sparse_attention
+
 
 # Twice the largest difference between one pass and single steps of the reference, of logits up to 4.2.
 EQUAL = 2e-5
@@ -34,6 +36,19 @@ def test_padded_batches(model, input_ids, side, ends):
     logits = stepwise(model, ids, *ends, attention_mask=mask)
     for row, own in enumerate(sequences):
         assert (logits[row][mask[row] == 1] - alone(model, own)).abs().max() < EQUAL
+
+
+@pytest.mark.parametrize("ends", [(56,), (13, 40)])
+@torch.no_grad()
+def test_chunks_of_queries(model, input_ids, ends, monkeypatch):
+    """Few queries at a time choose and read the same; padded rows, too."""
+    _, ids, mask = batch(input_ids, "left")
+    whole = stepwise(model, ids, *ends, attention_mask=mask)
+    # 5 queries of 3 rows and 16 heads with all groups; those of the attention do not divide the length.
+    monkeypatch.setattr(indexer, "PRODUCTS_AT_A_TIME", 5 * 3 * 16 * 56)
+    monkeypatch.setattr(sparse_attention, "QUERIES_AT_A_TIME", 9)
+    logits = stepwise(model, ids, *ends, attention_mask=mask)
+    assert (logits - whole)[mask == 1].abs().max() < EQUAL
 
 
 @torch.no_grad()

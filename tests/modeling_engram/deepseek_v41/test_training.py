@@ -79,3 +79,5 @@ def test_what_stays_in_fp32(input_ids):
         own = {name: tensor.dtype for name, tensor in tensors.items() if any(part in name for part in kept)}
         assert len(own) > 50 and set(own.values()) == {torch.float32}
     assert model.to(torch.bfloat16)(input_ids).logits.dtype == torch.float32
+    model.resize_token_embeddings(191)
+    assert model(input_ids.clamp_max(190)).logits.dtype == torch.float32

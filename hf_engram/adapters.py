@@ -94,7 +94,8 @@ def _make_rows_part_of_adapter(memory: nn.Module, configs: dict[str, Any]) -> No
         )
     memory.update(active[0])
     config = configs[active[0]]
-    if ROWS_MODULE not in (config.modules_to_save or ()):
+    # Not every method's config has a place for it; an adapter's file says it, too.
+    if ROWS_MODULE not in (getattr(config, "modules_to_save", [ROWS_MODULE]) or ()):
         config.modules_to_save = [*(config.modules_to_save or ()), ROWS_MODULE]
 
 

@@ -7,9 +7,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from .placement_mixin import EngramPlacementMixin, tensor_slices
-from .table_delta import memory_keys
+from .table_delta import TABLE_DELTA_FILE, memory_keys
 
 
 class EngramAdapterMixin(EngramPlacementMixin):
@@ -49,6 +50,8 @@ class EngramAdapterMixin(EngramPlacementMixin):
                         state_dict |= torch.load(file_name, map_location="cpu", weights_only=True)
                 rows = {key: tensor for key, tensor in state_dict.items() if is_row_key(key)}
                 state_dict = {key: tensor for key, tensor in state_dict.items() if key not in rows}
+            if not rows and path is not None:
+                check_no_delta(path, load_config)
             model.engram_memory.load_adapter_file(memory_keys(rows), path)
         load = EngramPlacementMixin._load_pretrained_model
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
@@ -71,6 +74,19 @@ class EngramAdapterMixin(EngramPlacementMixin):
                 "looked up by. Use LoRA, with `unfreeze_tables(model)` for the memory."
             )
         return super().get_submodule(target)
+
+
+def check_no_delta(path: str, load_config: Any) -> None:
+    """Raises ValueError for an adapter of an older version, whose rows are in a file of their own."""
+    options = {
+        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
+    }
+    options |= getattr(load_config, "download_kwargs", None) or {}
+    if cached_file(path, TABLE_DELTA_FILE, **options) is not None:
+        raise ValueError(
+            f"{path} was saved by an older version, with its table rows in {TABLE_DELTA_FILE}, which Transformers "
+            "does not load: use `PeftModel.from_pretrained`, then `load_table_delta`, and save the adapter again."
+        )
 
 
 def is_row_key(key: str) -> bool:

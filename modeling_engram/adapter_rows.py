@@ -44,13 +44,16 @@ class TouchedRows:
     """Of one table, the rows that may have changed, with what they were before; in host memory."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.mask = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        # Written to later, which a tensor that was made in inference mode cannot be.
+        with torch.inference_mode(False):
+            self.mask = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
         self.parts = [(torch.empty(0, dtype=torch.int64), weight.detach()[:0].cpu())]
 
     @torch.no_grad()
     def add(self, weight: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Keeps the rows as they are now, those that are new; None for all rows."""
-        self.mask = self.mask.to(weight.device)
+        with torch.inference_mode(False):
+            self.mask = self.mask.to(weight.device)
         if rows is None:
             new = (~self.mask).nonzero().squeeze(1)
         else:
@@ -73,7 +76,15 @@ class TouchedRows:
 
 
 class NamesOfAdapters(dict):
-    """In the place of modules by adapter, which PEFT looks into."""
+    """In the place of modules by adapter, which PEFT looks into when it makes another adapter of them."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            raise ValueError(
+                f"The adapter {name!r} has table rows, which cannot be combined with others (`add_weighted_adapter`): "
+                "combine adapters that were trained without (`unfreeze_tables`)."
+            )
+        return False
 
     def named_parameters(self) -> Any:
         raise ValueError(
@@ -105,6 +116,10 @@ class AdapterRows(PeftWrapper):
         self._touched: list[TouchedRows] = []
         # Versions of the tables after the last write that was noticed; None where the next one is to be taken as such.
         self._versions: list[int | None] = []
+        # Of the readers' weights, samples from before PEFT merged anything into them, or out of them again.
+        self.base_readers: list[torch.Tensor] | None = None
+        # The adapter that was in place when the tables got their gradients, if it was taken out since.
+        self._grads_of: str | None = None
         # What PEFT has set, whether these adapters have rows or not.
         self._set_adapters: list[str] = []
         self._disable_adapters = False
@@ -163,6 +178,7 @@ class AdapterRows(PeftWrapper):
                 "own names: choose another name."
             )
         tables = float_tables(self)
+        self._know_readers()
         self._adapters.add(adapter_name)
         try:
             self._with_rows(self._set_adapters)
@@ -171,9 +187,17 @@ class AdapterRows(PeftWrapper):
             raise
         empty = torch.empty(0, dtype=torch.int64)
         self._parked[adapter_name] = [(empty, table.detach()[:0].cpu()) for table in tables]
+        watch_optimizers(self)
         self._sync()
 
+    def _know_readers(self) -> None:
+        """At PEFT's first call, which is when the first adapter is made."""
+        if self.base_readers is None:
+            readers = reader_weights(self)
+            self.base_readers = None if readers is None else [sample.clone() for sample in readers]
+
     def check_set_adapter(self, adapter_name: str | list[str]) -> str | None:
+        self._know_readers()
         found = self._with_rows(adapter_name)
         self._set_adapters = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         return found[0] if found else None
@@ -222,6 +246,7 @@ class AdapterRows(PeftWrapper):
         had_rows = bool(self._adapters)
         self._adapters, self._parked, self._set_adapters = set(), {}, []
         self._disable_adapters, self._trains = False, True
+        self.base_readers = self._grads_of = None
         if had_rows:
             self.requires_grad_(False)
         return self
@@ -250,8 +275,9 @@ class AdapterRows(PeftWrapper):
             touched.add(table, rows)
             table[rows.to(table.device)] = values.to(table.device, table.dtype)
         self.adapter_in_place = name
-        self._versions = [None] * len(tables)
-        watch_optimizers(self)
+        # In a group of processes, what wraps the model (DDP) writes the first one's values over tables that are equal.
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._versions = [None if grouped else version_of(table) for table in tables]
 
     @torch.no_grad()
     def _take_out(self, discard: bool = False) -> None:
@@ -262,7 +288,10 @@ class AdapterRows(PeftWrapper):
         self._check_versions()
         if not discard:
             self._parked[name] = [tuple(part[:2]) for part in self._changed()]
-        for table, touched in zip(float_tables(self), self._touched, strict=True):
+        tables = float_tables(self)
+        if self._grads_of is None and any(table.grad is not None for table in tables):
+            self._grads_of = name
+        for table, touched in zip(tables, self._touched, strict=True):
             rows, values = touched.sorted()
             table[rows.to(table.device)] = values.to(table.device, table.dtype)
         self.adapter_in_place, self._touched, self._versions = None, [], []
@@ -304,25 +333,53 @@ class AdapterRows(PeftWrapper):
         return values
 
     def _watch(self) -> None:
-        """At every forward: a copy of a model is to be noticed, too, and what wraps a model may write to its tables
-        before the first."""
+        """At every forward with an adapter's rows.
+
+        Raises:
+            RuntimeError: the tables have gradients of another adapter.
+        """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        watch_optimizers(self)
-        for index, table in enumerate(self.tables):
+        tables = [table.weight for table in self.tables]
+        if self._grads_of is not None:
+            grads = [table.grad for table in tables if table.grad is not None]
+            if self._grads_of != self.adapter_in_place and any(bool((_values_of(grad) != 0).any()) for grad in grads):
+                raise RuntimeError(
+                    f"The tables have gradients of the adapter {self._grads_of!r}, to which those of "
+                    f"{self.adapter_in_place!r} would be added: call the optimizer's `step` or `zero_grad` before "
+                    "another adapter with table rows is trained."
+                )
+            self._grads_of = None
+        for index, table in enumerate(tables):
             if self._versions[index] is None:
-                self._versions[index] = table.weight._version
+                self._versions[index] = version_of(table)
 
     def _check_versions(self) -> None:
-        for index, (table, version) in enumerate(zip(self.tables, self._versions, strict=True)):
-            if version is not None and table.weight._version != version:
+        for index, (unnoticed, touched) in enumerate(zip(self._unnoticed(), self._touched, strict=True)):
+            # Of a table whose rows are all kept, nothing is lost.
+            if unnoticed and not touched.mask.all():
                 raise RuntimeError(
                     f"Table {index} was written to since the last step of an optimizer, by something that did not "
                     "say which rows, so that the adapter's rows are not known: call `engram_memory.touch(index, "
                     "rows)` before such a write (`rows=None` for all)."
                 )
 
+    def _unnoticed(self) -> list[int | None]:
+        """Writes to each table that were not noticed; None where they do not count."""
+        return [
+            None if version is None else version_of(table.weight) - version
+            for table, version in zip(self.tables, self._versions, strict=False)
+        ]
+
+    def _set_unnoticed(self, counts: list[int | None]) -> None:
+        """For tables that count their writes anew."""
+        self._versions = [
+            None if count is None else version_of(table.weight) - count
+            for table, count in zip(self.tables, counts, strict=False)
+        ]
+
     def _apply(self, fn: Any, recurse: bool = True) -> "AdapterRows":
+        unnoticed = self._unnoticed()
         super()._apply(fn, recurse)
         for index, table in enumerate(self.tables if self._adapters else ()):
             dtype = table.weight.dtype
@@ -330,8 +387,19 @@ class AdapterRows(PeftWrapper):
                 touched.cast(dtype)
             for parts in self._parked.values():
                 parts[index] = (parts[index][0], parts[index][1].to(dtype))
-        self._versions = [None] * len(self._versions)
+        self._set_unnoticed(unnoticed)
         return self
+
+    # Copies, by `copy` and `pickle`.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_versions": self._unnoticed()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_unnoticed(self._versions)
+        if self._adapters:
+            watch_optimizers(self)
 
     # In files.
 
@@ -391,8 +459,18 @@ class AdapterRows(PeftWrapper):
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if adapter_name not in self._adapters:
+            weights = [table._parameters.get("weight") for table in self.tables]
+            if self.adapter_in_place is None and any(
+                weight is not None and weight.requires_grad for weight in weights
+            ):
+                raise ValueError(
+                    f"The tables are trained (`requires_grad`), but are no part of the adapter {adapter_name!r}, "
+                    "which would be saved without their rows: call `unfreeze_tables(model)` before training to have "
+                    "them in the adapter, or freeze them."
+                )
             return {}
         weights = [state_dict.get(f"tables.{i}.weight", table.weight) for i, table in enumerate(self.tables)]
+        self._touch_differing(weights)
         return self.delta(adapter_name, weights).in_adapter()
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
@@ -407,24 +485,27 @@ class AdapterRows(PeftWrapper):
             own = [key for key in state_dict if key.startswith(prefix)]
             self.load_adapter_file(memory_keys({key: state_dict.pop(key) for key in own}), "The adapter's file")
         elif any(name in state_dict for name in names):
-            self._loading = None
+            self._loading = self.base_readers = None
             self._touch_differing([state_dict.get(name) for name in names])
+            self._versions = [None] * len(self._versions)
         elif self._loading is not None:
             self.load_adapter_file({}, "The adapter's file")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def _touch_differing(self, weights: list[torch.Tensor | None]) -> None:
-        """Before whole tables are loaded over those with an adapter's rows: they hold such rows, too."""
+        """Of the rows in which whole tables differ from those with an adapter's, keeps the base's."""
         for index, incoming in enumerate(weights if self.adapter_in_place is not None else ()):
             weight = self.tables[index].weight
             if incoming is None or incoming.shape != weight.shape or incoming.dtype.itemsize < 2:
+                continue
+            if incoming is weight or (type(incoming) is torch.Tensor and incoming.data_ptr() == weight.data_ptr()):
                 continue
             step = max(1, 2**24 // weight.shape[1])
             for start in range(0, len(weight), step):
                 part = weight[start : start + step]
                 new = incoming[start : start + step].to(part.device, part.dtype)
-                self.touch(index, (bits(part) != bits(new)).any(1).nonzero().squeeze(1) + start)
+                self._touched[index].add(weight, (bits(part) != bits(new)).any(1).nonzero().squeeze(1) + start)
 
     def check_without_rows(self, what: str) -> None:
         """Raises ValueError if adapters have rows: what is done to the tables would lose the base's."""
@@ -445,6 +526,10 @@ class AdapterRows(PeftWrapper):
 
 WATCHED: "weakref.WeakSet[AdapterRows]" = weakref.WeakSet()
 HANDLES: list[Any] = []
+# By optimizer and the table's id, the adapter that it has stepped.
+STEPPED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, str]]" = weakref.WeakKeyDictionary()
+# torch's optimizers that take sparse gradients: they change the rows of these, or of those that they add up as state.
+SPARSE = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
 
 
 def watch_optimizers(memory: AdapterRows) -> None:
@@ -455,12 +540,21 @@ def watch_optimizers(memory: AdapterRows) -> None:
     WATCHED.add(memory)
 
 
+def version_of(table: torch.Tensor) -> int:
+    """How often a table was written to; those made in inference mode do not count."""
+    return 0 if table.is_inference() else table._version
+
+
+def _values_of(grad: torch.Tensor) -> torch.Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
 def _watched_tables(optimizer: torch.optim.Optimizer) -> list[tuple[AdapterRows, int, torch.Tensor, bool]]:
-    """Of an optimizer's parameters, the tables with an adapter's rows, and whether it steps row by row."""
+    """Of an optimizer's parameters, the tables of which adapters have rows, and whether it steps row by row."""
     tables = {
         id(table.weight): (memory, index)
         for memory in WATCHED
-        if memory.adapter_in_place is not None
+        if memory._adapters
         for index, table in enumerate(memory.tables)
     }
     return [
@@ -473,16 +567,51 @@ def _watched_tables(optimizer: torch.optim.Optimizer) -> list[tuple[AdapterRows,
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-    for memory, index, weight, by_row in _watched_tables(optimizer):
+    watched = _watched_tables(optimizer)
+    for memory, _, weight, _ in watched:
+        _check_owner(optimizer, memory, weight, has_closure)
+    for memory, index, weight, by_row in watched:
         grad = weight.grad
-        # A closure makes the gradients only now. Others than ours move rows without a gradient, too (weight decay).
-        if has_closure or (grad is not None and not grad.is_sparse and not by_row):
+        if memory.adapter_in_place is None:
+            continue
+        # A closure makes the gradients only now.
+        if has_closure:
             memory.touch(index, None)
         elif grad is not None:
-            rows = grad._indices()[0] if grad.is_sparse else (grad != 0).any(1).nonzero().squeeze(1)
-            memory.touch(index, rows)
+            memory.touch(index, _rows_of_step(optimizer, weight, by_row))
+
+
+def _check_owner(optimizer: torch.optim.Optimizer, memory: AdapterRows, weight: torch.Tensor, closure: bool) -> None:
+    """Raises RuntimeError unless a step is that of the adapter whose rows are in the tables."""
+    active = memory.adapter_in_place
+    if weight.grad is not None and (active is None or memory._grads_of not in (None, active)):
+        into = "the base's rows, since none of its adapters with rows is active" if active is None else repr(active)
+        raise RuntimeError(
+            f"A table has a gradient of the adapter {memory._grads_of or '/'.join(sorted(memory._adapters))!r}, which "
+            f"this step would put into {into}: step while the adapter is active, or call `zero_grad()` first."
+        )
+    known = STEPPED.get(optimizer, {}).get(id(weight))
+    if (weight.grad is not None or closure) and active is not None and known not in (None, active):
+        raise RuntimeError(
+            f"The optimizer's state of a table is that of the adapter {known!r}, not of {active!r}, which is active: "
+            "use an optimizer of its own for each adapter with table rows."
+        )
+
+
+def _rows_of_step(optimizer: torch.optim.Optimizer, weight: torch.Tensor, by_row: bool) -> torch.Tensor | None:
+    """The rows int64 `[n]` of a table that a step may change; None for all."""
+    grad = weight.grad
+    if grad.is_sparse and (by_row or isinstance(optimizer, SPARSE)):
+        state = optimizer.state.get(weight, {}).values()
+        sums = [value for value in state if isinstance(value, torch.Tensor) and value.is_sparse]
+        return torch.cat([part._indices()[0] for part in (grad, *sums)])
+    # Others than ours move rows without a gradient, too (weight decay).
+    return (grad != 0).any(1).nonzero().squeeze(1) if by_row and not grad.is_sparse else None
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     for memory, index, weight, _ in _watched_tables(optimizer):
-        memory._versions[index] = weight._version
+        if memory.adapter_in_place is not None:
+            memory._versions[index] = version_of(weight)
+            if optimizer.state.get(weight):
+                STEPPED.setdefault(optimizer, {})[id(weight)] = memory.adapter_in_place

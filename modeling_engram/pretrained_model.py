@@ -19,7 +19,7 @@ from ..configuration.configuration_engram import EngramConfig
 from ..configuration.folder_update import FolderUpdate
 from ..tokenization.ngram_hashing import check_token_ids
 from ..tokenization.token_map import check_tokenizer_size
-from .adapter_mixin import EngramAdapterMixin
+from .adapter_mixin import EngramAdapterMixin, is_row_key
 from .decoder_layer import EngramAttention, EngramDecoderLayer
 from .engram_layer import EngramLayer
 from .engram_table import EngramTable
@@ -28,6 +28,7 @@ from .live_tokens import live_tokens
 from .model_card import CARD_FILE, is_somebodys, write_model_card
 from .ngram_hasher import NgramHasher
 from .ops.gather_rows import TABLE_DTYPE
+from .table_delta import ABOUT_KEY
 from .table_saving import add_tables
 
 
@@ -200,10 +201,13 @@ class EngramPreTrainedModel(EngramAdapterMixin, PreTrainedModel):
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any):
         """As `nn.Module.load_state_dict`; what does not fit is refused before anything is copied."""
         own = self.state_dict()
+        # Of adapters, whose rows the memory takes and checks by itself.
+        rows = any(name.endswith(f"engram_memory.{ABOUT_KEY}") for name in state_dict)
         unfit = [
             f"{name}: {tensor.dtype} {list(tensor.shape)}, the model's is {own[name].dtype} {list(own[name].shape)}"
             for name, tensor in state_dict.items()
             if name in own
+            and not (rows and is_row_key(name))
             and (tensor.shape != own[name].shape or (tensor.dtype == TABLE_DTYPE) != (own[name].dtype == TABLE_DTYPE))
         ]
         if unfit:

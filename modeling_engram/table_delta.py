@@ -119,6 +119,8 @@ def sampled(weight: torch.Tensor) -> torch.Tensor:
 def reader_weights(memory: nn.Module) -> list[torch.Tensor] | None:
     """Samples of the base's weights that read the rows (those of the Engram layers, without adapters); None where
     they are not known, or not there (offloaded)."""
+    if getattr(memory, "base_readers", None) is not None:
+        return memory.base_readers
     samples = []
     for layer in getattr(memory, "readers", ()):
         wkv = getattr(layer.wkv, "base_layer", layer.wkv)
@@ -286,6 +288,8 @@ class TableDelta:
         n_tables = len(about["base_sha256"])
         expected = {f"tables.{i}.{part}" for i in range(n_tables) for part in ("rows", kind)}
         remedy = "it is damaged. Download it again, or save it again."
+        if kind == "weight" and tensors.keys() == {name for name in expected if name.endswith(".rows")}:
+            remedy = "load it without `ignore_mismatched_sizes`, which leaves them out, or download it again."
         if tensors.keys() != expected:
             raise ValueError(f"{path} holds {sorted(tensors)} in place of {sorted(expected)}: {remedy}")
         rows = [tensors[f"tables.{i}.rows"] for i in range(n_tables)]

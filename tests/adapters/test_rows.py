@@ -116,7 +116,7 @@ def test_one_at_a_time(three):
     assert same(tables_of(model), tables["two"])
     with pytest.raises(ValueError, match="`adapter_names` mixes adapters in one batch, but one, two"):
         model.eval()(input_ids=ids, adapter_names=["one", "two"])
-    with pytest.raises(ValueError, match="Cannot add weighted adapters"):
+    with pytest.raises(ValueError, match="'one' has table rows, which cannot be combined"):
         model.add_weighted_adapter(["one", "two"], [0.5, 0.5], "both")
 
 

@@ -1,7 +1,14 @@
 """Fixtures that several test files share. Each builds something small: a config, a model, a tokenizer's stand-in."""
 
-import json
 import os
+
+
+# Before what reads them is imported, and for the processes that tests start: no network, and since test processes run
+# side by side, one thread, unless the caller wants more.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,13 +46,9 @@ TINY = {
 }
 
 
-# Test processes run side by side: one thread each, and in the processes that they start, unless the caller wants more.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(autouse=True, scope="session")
 def threads() -> None:
-    """Set, for torch may have been imported before the line above."""
+    """Set, for a plugin may have imported torch before this file was read."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 

@@ -195,7 +195,6 @@ def whole_state(case: Case, folder: Path, batches, rank: int) -> dict:
 
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "LOCAL_RANK": str(rank)}
     store = dist.FileStore(str(folder / "store"), PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=TIMEOUT)

@@ -40,7 +40,7 @@ def folder(tmp_path_factory, lively_model) -> Path:
 @pytest.fixture(scope="module")
 def results(folder):
     """`results(name)`: what each of the two processes has found."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     processes, ends = [], time.monotonic() + SECONDS
     logs = [folder / f"log-{rank}.txt" for rank in range(worker.PROCESSES)]
     try:

@@ -234,9 +234,9 @@ def _gather_kernel(
 @kernel
 def _sum_runs_kernel(
     grad_out_ptr,
-    positions_ptr,
-    starts_ptr,
-    ends_ptr,
+    positions_ptr: torch.Tensor,
+    starts_ptr: torch.Tensor,
+    ends_ptr: torch.Tensor,
     sums_ptr,
     n_runs: int,
     DIM: tl.constexpr,

@@ -58,12 +58,12 @@ def generate(model: EngramForCausalLM, batch: int, tokens: int, **options: torch
     """A prompt, and two decode steps."""
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     cache = model(ids, use_cache=True, **options).cache
-    for step in range(1, 3):
+    for _ in range(2):
         if "attention_mask" in options:
             seen = options["attention_mask"]
             options["attention_mask"] = torch.cat([seen, seen.new_ones(batch, 1)], dim=1)
         if "position_ids" in options:
-            options["position_ids"] = options["position_ids"][:, -1:] + step
+            options["position_ids"] = options["position_ids"][:, -1:] + 1
         model(ids[:, -1:], cache=cache, use_cache=True, **options)
 
 
@@ -75,6 +75,7 @@ def train(model: EngramForCausalLM, tokens: int, **options: torch.Tensor) -> Non
     # Not the loss: of one token there is none.
     logits.backward(torch.ones_like(logits))
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def our_modules() -> list[ModuleType]:

@@ -8,15 +8,14 @@ PEFT knows what it should treat so by its class, `ModulesToSaveWrapper`: the mem
 `modules_to_save=["engram_memory"]` in an adapter's config says that it has rows.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .table_delta import ABOUT_KEY, BITS, TableDelta, bits, float_tables, memory_keys, reader_weights
+from .watched_steps import version_of, watch_optimizers
 
 
 try:
@@ -149,6 +148,25 @@ class AdapterRows(PeftWrapper):
 
     # Switching.
 
+    def writable_tables(self) -> list[nn.Parameter]:
+        """The tables, of which rows are kept and put in.
+
+        Raises:
+            ValueError: that cannot be done to them, see also `float_tables`.
+        """
+        tables = float_tables(self)
+        if any(hasattr(table, "device_mesh") for table in tables):
+            raise ValueError(
+                "The tables are sharded over processes (FSDP2), where an adapter's rows cannot be told from the "
+                "base's: train adapters with rows on whole tables (DDP), or leave the tables frozen."
+            )
+        if any(table.is_meta for table in tables):
+            raise ValueError(
+                "The tables are offloaded, or not loaded yet, so that an adapter's rows have no place: keep "
+                "`engram_memory` in memory (`device_map`, or `engram_placement='cpu'`)."
+            )
+        return tables
+
     def _with_rows(self, names: str | Sequence[str]) -> list[str]:
         """Of these adapters, the one with rows, if any.
 
@@ -177,7 +195,7 @@ class AdapterRows(PeftWrapper):
                 f"An adapter with table rows cannot be called {adapter_name!r}, which PEFT would cut out of the rows' "
                 "own names: choose another name."
             )
-        tables = float_tables(self)
+        tables = self.writable_tables()
         self._know_readers()
         self._adapters.add(adapter_name)
         try:
@@ -213,7 +231,7 @@ class AdapterRows(PeftWrapper):
 
     def enable_adapters(self, enabled: bool) -> None:
         if not enabled and self.adapter_in_place is not None:
-            self._trains = any(table.requires_grad for table in float_tables(self))
+            self._trains = any(table.requires_grad for table in self.writable_tables())
         self._disable_adapters = not enabled
         self._sync()
 
@@ -238,7 +256,7 @@ class AdapterRows(PeftWrapper):
         """The memory itself, with the base's rows or, merged, the adapter's; from now on they are its own."""
         if merge and (merged := self._with_rows(adapter_names or self._set_adapters)):
             self._put_in(merged[0])
-            if safe_merge and not all(table.isfinite().all() for table in float_tables(self)):
+            if safe_merge and not all(table.isfinite().all() for table in self.writable_tables()):
                 raise ValueError(f"The table rows of the adapter {merged[0]!r} hold infinite numbers or NaN.")
             self.adapter_in_place, self._touched, self._versions = None, [], []
         else:
@@ -268,7 +286,7 @@ class AdapterRows(PeftWrapper):
     def _put_in(self, name: str) -> None:
         if self.adapter_in_place == name:
             return
-        tables = float_tables(self)
+        tables = self.writable_tables()
         self._take_out()
         self._touched = [TouchedRows(table) for table in tables]
         for table, touched, (rows, values) in zip(tables, self._touched, self._parked[name], strict=True):
@@ -288,7 +306,7 @@ class AdapterRows(PeftWrapper):
         self._check_versions()
         if not discard:
             self._parked[name] = [tuple(part[:2]) for part in self._changed()]
-        tables = float_tables(self)
+        tables = self.writable_tables()
         if self._grads_of is None and any(table.grad is not None for table in tables):
             self._grads_of = name
         for table, touched in zip(tables, self._touched, strict=True):
@@ -300,7 +318,7 @@ class AdapterRows(PeftWrapper):
         """For each table the rows in which it (or the weight given) differs from the base: ids, values, the base's."""
         self._check_versions()
         found = []
-        for weight, touched in zip(weights or float_tables(self), self._touched, strict=True):
+        for weight, touched in zip(weights or self.writable_tables(), self._touched, strict=True):
             rows, before = touched.sorted()
             values = weight.detach()[rows.to(weight.device)].cpu()
             before = before.to(values.dtype)
@@ -318,12 +336,12 @@ class AdapterRows(PeftWrapper):
             rows: int64 `[n]`; None for all.
         """
         if self.adapter_in_place is not None:
-            self._touched[index].add(float_tables(self)[index], rows)
+            self._touched[index].add(self.writable_tables()[index], rows)
             self._versions[index] = None
 
     def base_rows(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """The base's values `[n, dim]` of rows, whichever adapter is in place; on the CPU."""
-        weight = float_tables(self)[index]
+        weight = self.writable_tables()[index]
         values = weight.detach()[rows.to(weight.device)].cpu()
         if self.adapter_in_place is not None and len(rows):
             known, before = self._touched[index].sorted()
@@ -340,7 +358,7 @@ class AdapterRows(PeftWrapper):
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        tables = [table.weight for table in self.tables]
+        tables = self.writable_tables()
         if self._grads_of is not None:
             grads = [table.grad for table in tables if table.grad is not None]
             if self._grads_of != self.adapter_in_place and any(bool((_values_of(grad) != 0).any()) for grad in grads):
@@ -428,7 +446,7 @@ class AdapterRows(PeftWrapper):
         self.update(adapter_name)
         if self.adapter_in_place == adapter_name:
             self._take_out(discard=True)
-        tables = float_tables(self)
+        tables = self.writable_tables()
         self._parked[adapter_name] = [
             (rows, values.to(table.dtype))
             for table, rows, values in zip(tables, delta.rows, delta.values, strict=True)
@@ -495,8 +513,8 @@ class AdapterRows(PeftWrapper):
     @torch.no_grad()
     def _touch_differing(self, weights: list[torch.Tensor | None]) -> None:
         """Of the rows in which whole tables differ from those with an adapter's, keeps the base's."""
-        for index, incoming in enumerate(weights if self.adapter_in_place is not None else ()):
-            weight = self.tables[index].weight
+        tables = self.writable_tables() if self.adapter_in_place is not None else ()
+        for index, (weight, incoming) in enumerate(zip(tables, weights, strict=False)):
             if incoming is None or incoming.shape != weight.shape or incoming.dtype.itemsize < 2:
                 continue
             if incoming is weight or (type(incoming) is torch.Tensor and incoming.data_ptr() == weight.data_ptr()):
@@ -524,94 +542,5 @@ class AdapterRows(PeftWrapper):
             )
 
 
-WATCHED: "weakref.WeakSet[AdapterRows]" = weakref.WeakSet()
-HANDLES: list[Any] = []
-# By optimizer and the table's id, the adapter that it has stepped.
-STEPPED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, str]]" = weakref.WeakKeyDictionary()
-# torch's optimizers that take sparse gradients: they change the rows of these, or of those that they add up as state.
-SPARSE = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
-
-
-def watch_optimizers(memory: AdapterRows) -> None:
-    """From now on, every optimizer of torch says before a step which rows of the tables it will change."""
-    if not HANDLES:
-        HANDLES.append(register_optimizer_step_pre_hook(_before_step))
-        HANDLES.append(register_optimizer_step_post_hook(_after_step))
-    WATCHED.add(memory)
-
-
-def version_of(table: torch.Tensor) -> int:
-    """How often a table was written to; those made in inference mode do not count."""
-    return 0 if table.is_inference() else table._version
-
-
 def _values_of(grad: torch.Tensor) -> torch.Tensor:
     return grad._values() if grad.is_sparse else grad
-
-
-def _watched_tables(optimizer: torch.optim.Optimizer) -> list[tuple[AdapterRows, int, torch.Tensor, bool]]:
-    """Of an optimizer's parameters, the tables of which adapters have rows, and whether it steps row by row."""
-    tables = {
-        id(table.weight): (memory, index)
-        for memory in WATCHED
-        if memory._adapters
-        for index, table in enumerate(memory.tables)
-    }
-    return [
-        (*tables[id(parameter)], parameter, group.get("table") is True)
-        for group in (optimizer.param_groups if tables else ())
-        for parameter in group["params"]
-        if id(parameter) in tables
-    ]
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-    watched = _watched_tables(optimizer)
-    for memory, _, weight, _ in watched:
-        _check_owner(optimizer, memory, weight, has_closure)
-    for memory, index, weight, by_row in watched:
-        grad = weight.grad
-        if memory.adapter_in_place is None:
-            continue
-        # A closure makes the gradients only now.
-        if has_closure:
-            memory.touch(index, None)
-        elif grad is not None:
-            memory.touch(index, _rows_of_step(optimizer, weight, by_row))
-
-
-def _check_owner(optimizer: torch.optim.Optimizer, memory: AdapterRows, weight: torch.Tensor, closure: bool) -> None:
-    """Raises RuntimeError unless a step is that of the adapter whose rows are in the tables."""
-    active = memory.adapter_in_place
-    if weight.grad is not None and (active is None or memory._grads_of not in (None, active)):
-        into = "the base's rows, since none of its adapters with rows is active" if active is None else repr(active)
-        raise RuntimeError(
-            f"A table has a gradient of the adapter {memory._grads_of or '/'.join(sorted(memory._adapters))!r}, which "
-            f"this step would put into {into}: step while the adapter is active, or call `zero_grad()` first."
-        )
-    known = STEPPED.get(optimizer, {}).get(id(weight))
-    if (weight.grad is not None or closure) and active is not None and known not in (None, active):
-        raise RuntimeError(
-            f"The optimizer's state of a table is that of the adapter {known!r}, not of {active!r}, which is active: "
-            "use an optimizer of its own for each adapter with table rows."
-        )
-
-
-def _rows_of_step(optimizer: torch.optim.Optimizer, weight: torch.Tensor, by_row: bool) -> torch.Tensor | None:
-    """The rows int64 `[n]` of a table that a step may change; None for all."""
-    grad = weight.grad
-    if grad.is_sparse and (by_row or isinstance(optimizer, SPARSE)):
-        state = optimizer.state.get(weight, {}).values()
-        sums = [value for value in state if isinstance(value, torch.Tensor) and value.is_sparse]
-        return torch.cat([part._indices()[0] for part in (grad, *sums)])
-    # Others than ours move rows without a gradient, too (weight decay).
-    return (grad != 0).any(1).nonzero().squeeze(1) if by_row and not grad.is_sparse else None
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    for memory, index, weight, _ in _watched_tables(optimizer):
-        if memory.adapter_in_place is not None:
-            memory._versions[index] = version_of(weight)
-            if optimizer.state.get(weight):
-                STEPPED.setdefault(optimizer, {})[id(weight)] = memory.adapter_in_place

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import (
     PeftModel,
     TrainableTokensConfig,
@@ -17,6 +18,8 @@ from peft import (
 )
 from rows_helpers import adapted, logits_of, lora, same, tables_of, train
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from hf_engram import EngramForCausalLM
@@ -294,3 +297,22 @@ def test_adapters_of_older_versions_under_transformers(lively_model, random_ids,
     load_table_delta(loaded, folder)
     loaded.save_pretrained(folder)
     assert same(tables_of(AutoModelForCausalLM.from_pretrained(folder)), tables_of(model))
+
+
+def test_tables_that_are_not_here(lively_model, random_ids, tmp_path):
+    """Sharded or offloaded after rows were added, or before: an error that says so."""
+    with torch.device("meta"):
+        empty = EngramForCausalLM(lively_model().config)
+    with pytest.raises(ValueError, match="The tables are offloaded, or not loaded yet"):
+        adapted(empty, modules_to_save=["engram_memory"])
+    model = with_rows(lively_model(), sparse_grad=False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = EngramOptimizer(model, lr=1e-2)
+        backward(model, random_ids(2, 8))
+        for use in (optimizer.step, lambda: model.save_pretrained(tmp_path / "adapter")):
+            with pytest.raises(ValueError, match=r"sharded over processes \(FSDP2\), where an adapter's rows"):
+                use()
+    finally:
+        dist.destroy_process_group()

@@ -99,7 +99,8 @@ def parents_by_visibility(
     batch, length = shape
     rows, _, queries, keys = attention_mask.shape
     fits = isinstance(past_length, torch.Tensor) or keys >= past_length + length
-    if rows not in (1, batch) or queries != length or not fits:
+    # Not `rows not in (1, batch)`: in a compiled model, where the batch may be of any size, no number is in a tuple.
+    if (rows != 1 and rows != batch) or queries != length or not fits:
         raise ValueError(
             f"`attention_mask` has shape {tuple(attention_mask.shape)}, the input is {tuple(shape)} after "
             f"{past_length} cached tokens: pass [batch or 1, heads or 1, {length}, cached and new tokens]."

@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from hf_engram import EngramConfig, EngramForCausalLM
 from hf_engram.modeling_engram import engram_layer, engram_table, hyper_connection
 from hf_engram.modeling_engram.ngram_hasher import NgramHasher
-from hf_engram.modeling_engram.ngram_history import read_history
+from hf_engram.modeling_engram.ngram_history import history_layer
 from hf_engram.modeling_engram.ops.engram_gate import engram_gate, engram_gate_reference
 from hf_engram.modeling_engram.ops.gather_rows import gather_rows, gather_rows_reference
 from hf_engram.modeling_engram.ops.ngram_hash import ngram_hash, ngram_hash_reference
@@ -281,15 +281,24 @@ def hash_tokens(dtype: torch.dtype, device: torch.device) -> Problem:
 def hash_step(dtype: torch.dtype, device: torch.device) -> Problem:
     """One token with a cache, through the model's hasher; the formula goes without the cache's upkeep."""
     module, constants = hasher(device)
-    cache = DynamicCache(config=module.config)
+    cache, layer_idx = DynamicCache(config=module.config), module.config.engram_layer_ids[0]
     input_ids = torch.randint(0, module.config.vocab_size, (1, 32), dtype=dtype, device=device)
-    module(input_ids, cache=cache)
-    history = read_history(cache, module.config.engram_layer_ids[0], 3)
+
+    def hash_cached(tokens: torch.Tensor) -> torch.Tensor:
+        hash_ids = module(tokens, cache=cache)
+        # The history is checked against the tokens that a cache has keys of.
+        keys = torch.zeros(1, 1, tokens.shape[1], 1, device=device)
+        for layer in range(layer_idx + 1):
+            cache.update(keys, keys, layer)
+        return hash_ids
+
+    hash_cached(input_ids)
+    history = history_layer(cache, layer_idx).last_window()
     token = input_ids[:, :1].clone()
     return Problem(
         shape=f"T=1 C={module.primes.numel()}",
         implementations={
-            "ours": lambda: module(token, cache=cache),
+            "ours": lambda: hash_cached(token),
             "formula": lambda: ngram_hash_reference(token, *constants, history=history),
         },
         inputs=[],

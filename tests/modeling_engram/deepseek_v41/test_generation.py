@@ -135,7 +135,8 @@ def test_token_mask(model, input_ids):
     mask = torch.ones_like(input_ids, dtype=torch.bool)
     mask[:, 10:20] = False
     logits = model(input_ids, token_mask=mask).logits
-    assert torch.equal(logits[:, :10], model(input_ids).logits[:, :10])
+    # Not to the bit: the other tokens change which of them share an expert's matrix product.
+    assert (logits[:, :10] - model(input_ids).logits[:, :10]).abs().max() < EQUAL
     assert (stepwise(model, input_ids, 15, token_mask=mask) - logits).abs().max() < EQUAL
     other = load_model(cache_rounding=False)
     for layer in other.model.layers:

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from rows_helpers import adapted, logits_of, train
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_engram import EngramForCausalLM
 from hf_engram.adapters import (
-    LORA_TARGETS,
     TABLE_DELTA_FILE,
     TableDelta,
     engram_tables,
@@ -21,32 +21,9 @@ from hf_engram.adapters import (
     save_table_delta,
     unfreeze_tables,
 )
-from hf_engram.optim import EngramOptimizer
 
 
 STREAM = ["attn_hc", "mlp_hc"]
-
-
-def adapted(model, **options):
-    options = {"target_modules": LORA_TARGETS, "r": 2, "task_type": "CAUSAL_LM", **options}
-    return get_peft_model(model, LoraConfig(**options))
-
-
-def train(model, ids, steps: int = 3) -> list[float]:
-    optimizer = EngramOptimizer(model, lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@torch.no_grad()
-def logits_of(model, ids) -> torch.Tensor:
-    return model.eval()(input_ids=ids).logits
 
 
 @pytest.fixture

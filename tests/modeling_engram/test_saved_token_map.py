@@ -72,15 +72,21 @@ CHANGES = {
 }
 
 
+# A map that is not bound holds nothing but -1.
+CHANGED = [
+    (kind, name)
+    for kind in ("plain", "bound", "unbound")
+    for name, entries in CHANGES.items()
+    if kind != "unbound" or set(entries.values()) != {-1}
+]
+
+
 @pytest.mark.parametrize("without_digest", [False, True])
-@pytest.mark.parametrize("change_name", CHANGES)
-@pytest.mark.parametrize("kind", ["plain", "bound", "unbound"])
+@pytest.mark.parametrize(("kind", "change_name"), CHANGED)
 def test_changed_entries(folder, kind, change_name, without_digest):
     """Any entry, of the tokenizer's tokens or beyond them, and with or without a digest to compare with: refused as
     damaged, and nobody is told to bind a tokenizer over it."""
     path, entries = folder(kind), CHANGES[change_name]
-    if kind == "unbound" and all(value == -1 for value in entries.values()):
-        pytest.skip("that is what it holds")
     change(path, entries, without_digest)
     with pytest.raises(ValueError, match="damaged") as error:
         EngramForCausalLM.from_pretrained(path)
